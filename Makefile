@@ -1,0 +1,55 @@
+# make demo, make test: everything from a bare clone, with python3 (3.11 or newer), pip and make.
+
+PYTHON = python3
+VENV = .venv
+BIN = $(VENV)/bin
+ARGS =
+
+# Two targets at once would install into the same folder.
+.NOTPARALLEL:
+.PHONY: help demo test check lint format-check types imports format examples-env dev-env clean
+
+help:
+	@echo 'make demo     train a small GPT on real text under gpt_guard'
+	@echo 'make test     run the tests'
+	@echo 'make check    lint, format, types and the one-way imports'
+	@echo 'make format   format the code and apply safe lint fixes'
+	@echo 'make clean    remove the environment and all caches; keeps runs/'
+	@echo
+	@echo 'Each sets up $(VENV) first, where it has to.'
+	@echo 'ARGS="..." is handed on:    make demo ARGS="--break nan"    make test ARGS="-k lr"'
+	@echo 'PYTHON=... names a Python:  make demo PYTHON=python3.12'
+
+demo: examples-env
+	@$(BIN)/python examples/train_minigpt.py --out runs/demo $(ARGS)
+
+test: dev-env
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: lint format-check types imports
+
+lint: dev-env
+	@$(BIN)/ruff check .
+
+format-check: dev-env
+	@$(BIN)/ruff format --check .
+
+types: dev-env
+	@$(BIN)/mypy
+
+imports: dev-env
+	@$(BIN)/lint-imports
+
+format: dev-env
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+examples-env:
+	@PYTHON=$(PYTHON) VENV=$(VENV) sh .ci/setup examples
+
+dev-env:
+	@PYTHON=$(PYTHON) VENV=$(VENV) sh .ci/setup dev
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,102 @@
+"""Clipping that is on most of the time: it then sets the size of the updates, and the learning rate no longer does."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from statistics import median
+from typing import Any
+
+from gpt_guard.callbacks.history import MAD_TO_SIGMA
+from gpt_guard.catalogue import finding
+from gpt_guard.records import Finding, Moment, Observation, Severity
+from gpt_guard.render import learning_rates, number
+
+# What clip_grad_norm_ leaves is the same norm each time, to rounding; a division by a count of micro-batches is not.
+_PINNED = 0.01
+_EVERY = 10
+# Standard error of a median: 1.2533 sigma / sqrt(n), for a normal distribution.
+_MEDIAN_ERROR = 1.2533
+
+
+class Clipping:
+    """The last `window` steps of one optimizer: norms before and after clipping, and the loss.
+
+    Looks at them every ten steps. Speaks as information while the loss is clearly falling, as a warning once it is not,
+    each at most once.
+    """
+
+    def __init__(self, *, window: int, share: float, ratio: float) -> None:
+        self._share = share
+        self._ratio = ratio
+        self._steps: deque[tuple[float, float, float | None]] = deque(maxlen=window)
+        self._taken = 0
+        self._said: set[str] = set()
+
+    def judge(self, seen: Observation) -> Iterator[Finding]:
+        """Yield a finding if nearly all of the last steps were clipped hard, to one and the same norm."""
+        before, after = seen.grad_norm, seen.grad_norm_clipped
+        if before is None or after is None or not before < math.inf or Severity.WARNING in self._said:
+            return
+        self._steps.append((before, after if seen.clipped else -1.0, seen.loss))
+        self._taken += 1
+        if self._taken % _EVERY or len(self._steps) < (self._steps.maxlen or 0):
+            return
+        clipped = [(before, after) for before, after, _ in self._steps if after > 0.0]
+        if len(clipped) < self._share * len(self._steps):
+            return
+        limit = median(after for _, after in clipped)
+        pinned = max(after for _, after in clipped) - min(after for _, after in clipped) < _PINNED * limit
+        ratio = median(before / after for before, after in clipped)
+        if pinned and ratio >= self._ratio:
+            yield from self._speak(seen, len(clipped), limit, ratio)
+
+    def _speak(self, seen: Observation, clipped: int, limit: float, ratio: float) -> Iterator[Finding]:
+        falling = clearly_falling([loss for _, _, loss in self._steps])
+        severity = Severity.INFO if falling else Severity.WARNING
+        if severity in self._said:
+            return
+        self._said.add(severity)
+        total = len(self._steps)
+        yield finding(
+            "GG206",
+            f"{clipped} of the last {total} steps ({clipped / total:.0%}) were clipped to a norm of {number(limit)}; "
+            f"the norm before was {number(ratio)} times that (median), at lr {learning_rates(seen.lr)}. The loss is "
+            f"{'still falling' if falling else 'not falling clearly'} over these steps.",
+            likely=["threshold_low"] if falling else ["lr_too_high"],
+            severity=severity,
+            step=seen.step,
+            moment=Moment.BEFORE_STEP,
+            cause_id=f"optimizer {seen.optimizer}, {severity}",
+            evidence={"share": clipped / total, "window": total, "ratio": ratio, "clipped_to": limit, "lr": list(seen.lr)},
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain lists of floats and strings."""
+        return {"steps": [list(step) for step in self._steps], "said": sorted(self._said)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self._steps.clear()
+        self._steps.extend((float(before), float(after), loss) for before, after, loss in state["steps"])
+        self._taken = len(self._steps)
+        self._said = set(state["said"])
+
+
+def clearly_falling(losses: Sequence[float | None]) -> bool:
+    """Whether the median of the second half lies below that of the first by more than two standard errors.
+
+    The error is estimated from the spread within the halves. Losses that are unknown or not finite are left out; with fewer than eight
+    known ones the answer is no.
+    """
+    known = [loss for loss in losses if loss is not None and math.isfinite(loss)]
+    half = len(known) // 2
+    if half < 4:
+        return False
+    early, late = list(islice(known, half)), known[-half:]
+    centers = median(early), median(late)
+    spread = median(abs(loss - center) for part, center in ((early, centers[0]), (late, centers[1])) for loss in part)
+    error = _MEDIAN_ERROR * MAD_TO_SIGMA * spread * math.sqrt(2.0 / half)
+    return centers[0] - centers[1] > 2.0 * error

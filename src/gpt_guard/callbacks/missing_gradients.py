@@ -1,0 +1,184 @@
+"""Trainable parameters that get no gradient, by name, and why: an unused layer, a cut graph, or no backward at all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import nn
+
+from gpt_guard.callbacks.calls import CallLog
+from gpt_guard.catalogue import finding
+from gpt_guard.hooks.watch import Watch
+from gpt_guard.records import Finding, Moment, Observation, Severity
+
+_LISTED = 20
+_SHOWN = 6
+
+_SENTENCES = {
+    "graph_cut": "ran with gradients enabled, but nothing it computed reached the loss through the graph",
+    "unused_parameter": "ran, and other parameters of the same module got a gradient",
+    "no_grad": "ran only with gradients disabled",
+    "unused_layer": "was never called",
+    "dead_branch": "was never called, although others of its list were",
+    "other_tensors": "is not a module of this model: the optimizer holds other tensors",
+    "unknown": "cannot be seen from here (compiled)",
+}
+
+
+class MissingGradients:
+    """Judges the first steps of each optimizer: which of the parameters that it holds never got a gradient.
+
+    After `first` steps without one a parameter is reported; after `patience` steps if its module was not called while
+    others of the same ModuleList or ModuleDict were: an expert without tokens, stochastic depth, another task's head.
+    Frozen and empty parameters are never counted. Costs nothing once every parameter has had a gradient.
+    """
+
+    def __init__(self, watch: Watch, *, first: int, patience: int) -> None:
+        self._watch = watch
+        self._first = first
+        self._patience = patience
+        self._calls = CallLog(watch)
+        self._steps: Counter[int] = Counter()
+        self._judged = 0
+        self._without: dict[int, list[str]] = {}
+
+    def close(self) -> None:
+        """Take the hooks away; may run twice."""
+        self._calls.close()
+
+    def judge(self, seen: Observation) -> Iterator[Finding]:
+        """Yield at most one finding for each optimizer, and one more when patience ends."""
+        index = seen.optimizer
+        without = self._without.get(index)
+        if without is None:
+            without = [name for name, p in self._watch.held_by(index).items() if p.requires_grad and p.numel()]
+        elif not without:
+            return
+        held = self._watch.held_by(index)
+        norms = seen.grad_norms
+        without = [name for name in without if norms.get(name) is None and held[name].requires_grad]
+        self._without[index] = without
+        self._steps[index] += 1
+        if self._steps[index] == self._first and without:
+            yield from self._report_first(index, without, seen)
+        elif self._steps[index] == self._patience and without:
+            yield self._finding(index, without, seen, self._patience, Severity.WARNING)
+            self._without[index] = []
+        self._judged += 1
+        if self._judged >= self._patience or self._all_settled():
+            self._calls.close()
+
+    def _all_settled(self) -> bool:
+        return len(self._without) == len(self._watch.optimizers) and not any(self._without.values())
+
+    def _report_first(self, index: int, without: list[str], seen: Observation) -> Iterator[Finding]:
+        waiting = [name for name in without if self._conditional(name)]
+        now = [name for name in without if name not in set(waiting)]
+        self._without[index] = waiting
+        # None at all is another story, told as GG208 by whoever counts empty steps.
+        if not now or not any(norm is not None for norm in seen.grad_norms.values()):
+            return
+        held = self._watch.held_by(index)
+        if all(name in self._watch.extra for name in now) and not any(name in held for name in seen.grad_norms):
+            yield self._foreign(index, now, seen)
+        else:
+            yield self._finding(index, now, seen, self._first, Severity.WARNING)
+
+    def _conditional(self, name: str) -> bool:
+        """Whether the module was left out of the calls by choice: it did not run, one beside it in a list did."""
+        path = self._watch.owner_of(name)[0]
+        while path:
+            parent, _, own = path.rpartition(".")
+            try:
+                container = self._watch.model.get_submodule(parent)
+            except AttributeError:
+                return False
+            if isinstance(container, (nn.ModuleList, nn.ModuleDict)) and not self._calls.ran(path):
+                others = (key for key, _ in container.named_children() if key != own)
+                if any(self._calls.ran(f"{parent}.{key}" if parent else key) for key in others):
+                    return True
+            path = parent
+        return False
+
+    def _kind(self, name: str, gradient_paths: set[str]) -> str:
+        if name in self._watch.extra:
+            return "other_tensors"
+        path = self._watch.owner_of(name)[0]
+        if path not in self._calls.reach:
+            return "unknown"
+        if path in self._calls.recorded:
+            return "unused_parameter" if path in gradient_paths else "graph_cut"
+        if path in self._calls.unrecorded:
+            return "no_grad"
+        return "dead_branch" if self._conditional(name) else "unused_layer"
+
+    def _finding(self, index: int, names: list[str], seen: Observation, steps: int, severity: Severity) -> Finding:
+        owners = {self._watch.owner_of(name)[0] for name, norm in seen.grad_norms.items() if norm is not None}
+        kinds = {name: self._kind(name, owners) for name in names}
+        counts = Counter(kinds.values())
+        trainable = sum(p.requires_grad for p in self._watch.held_by(index).values())
+        why = " ".join(
+            f"{_example(kinds, kind)} {_SENTENCES[kind]}{f' ({count} parameters)' if count > 1 else ''}."
+            for kind, count in counts.most_common()
+        )
+        return finding(
+            "GG202",
+            f"{len(names)} of {trainable} trainable parameters got no gradient in any of the first {steps} steps: "
+            f"{shown(names)}. {why}{self._cut_place(kinds, owners)}",
+            likely=[kind for kind, _ in counts.most_common() if kind != "unknown"],
+            severity=severity,
+            step=seen.step,
+            moment=Moment.BEFORE_STEP,
+            module=common_path(names),
+            parameter=names[0] if len(names) == 1 else None,
+            cause_id=f"optimizer {index}, {steps} steps",
+            evidence={"parameters": names[:_LISTED], "count": len(names), "trainable": trainable, "why": dict(counts)},
+        )
+
+    def _cut_place(self, kinds: dict[str, str], owners: set[str]) -> str:
+        """Name the modules between which the graph ends, from the order of the calls."""
+        cut = {self._watch.owner_of(name)[0] for name, kind in kinds.items() if kind in ("graph_cut", "no_grad")}
+        called = list(self._calls.recorded)
+        order = [path for path in called if path in cut]
+        if not order:
+            return ""
+        after = next((path for path in called[called.index(order[-1]) + 1 :] if path in owners), None)
+        if after is None:
+            return ""
+        return f" The last of them to be called is {order[-1]}; the next module that got a gradient is {after}."
+
+    def _foreign(self, index: int, names: list[str], seen: Observation) -> Finding:
+        return finding(
+            "GG208",
+            f"None of the {len(names)} parameters that optimizer {index} holds got a gradient in the first "
+            f"{self._first} steps, while {len(seen.grad_norms)} parameters of the model did: {shown(seen.grad_norms)}.",
+            likely=["other_tensors"],
+            step=seen.step,
+            moment=Moment.BEFORE_STEP,
+            cause_id=f"optimizer {index}",
+            evidence={"parameters": names[:_LISTED], "with_gradient": list(seen.grad_norms)[:_LISTED]},
+        )
+
+
+def _example(kinds: dict[str, str], kind: str) -> str:
+    name = next(name for name, own in kinds.items() if own == kind)
+    return f"The module of {name}"
+
+
+def shown(names: Iterator[str] | list[str] | dict[str, float | None]) -> str:
+    """The first few names, and how many more there are."""
+    listed = list(names)
+    more = len(listed) - _SHOWN
+    return ", ".join(listed[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def common_path(names: list[str]) -> str:
+    """The path of the innermost module that holds all of these parameters; "" is the model itself."""
+    split = [name.split(".")[:-1] for name in names]
+    common: list[str] = []
+    for parts in zip(*split, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)

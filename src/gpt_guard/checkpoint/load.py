@@ -1,0 +1,183 @@
+"""Load a checkpoint: verify everything first, then copy; never half a model without a word."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+from torch import nn
+from torch.optim import Optimizer
+
+from gpt_guard.checkpoint.belongs import model_config, verify
+from gpt_guard.checkpoint.finite import listing, non_finite
+from gpt_guard.checkpoint.layout import Stored, take_apart
+from gpt_guard.checkpoint.optimizer_state import misfits, move_to_parameters, parameter_names
+from gpt_guard.checkpoint.read import read_payload
+from gpt_guard.checkpoint.say import OnFinding, Voice
+from gpt_guard.checkpoint.weights import copy_weights, fit_weights
+from gpt_guard.fingerprint import Fingerprint, unwrap
+from gpt_guard.hooks.optimizer import unwrap as plain_optimizers
+from gpt_guard.records import Finding, Record
+
+
+class LoadedCheckpoint(Record):
+    """What a checkpoint held beside the states that were loaded, and what was found about it."""
+
+    path: str
+    step: int | None = None
+    config: dict[str, Any] | None = None
+    fingerprint: dict[str, str] = Field(default_factory=dict)
+    verified: tuple[str, ...] = Field((), description="parts whose digests agreed")
+    findings: tuple[Finding, ...] = ()
+    guard_state: dict[str, Any] = Field(default_factory=dict, repr=False)
+    extra: dict[str, Any] = Field(default_factory=dict, repr=False)
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    tokenizer: Any = None,
+    *,
+    config: Any = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    fingerprint: Fingerprint | None = None,
+    strict: bool = True,
+    ignore_config: Collection[str] = (),
+    on_finding: OnFinding | None = None,
+    max_bytes: int | None = None,
+) -> LoadedCheckpoint:
+    """Load a checkpoint of `save_checkpoint`, or of any common layout, into a model and what belongs to its training.
+
+    The file is read as data (`weights_only=True`) onto the CPU; states then go to where each parameter is. Compared
+    are the tokenizer, the config (given, or the model's `.config`, without the keys in `ignore_config`), the digests
+    of weights and optimizer state recorded in the file, and the parts of `fingerprint` (data files, texts). Names may
+    carry the prefixes of wrappers (`module.`, `_orig_mod.`) on either side: they are matched without them, and it is
+    said. Everything is verified before the first copy: after an error, model, optimizer and scheduler are as before.
+
+    `strict=False` accepts missing and unexpected names (as a warning), an absent optimizer state, but never other
+    shapes. Without `on_finding`, errors raise and the rest is logged; with it the caller decides about mismatches,
+    while what cannot be loaded raises all the same. Weights that are not finite are a warning: one may want to look
+    at them. `max_bytes` limits the file's size; by default it is this machine's memory.
+
+    Raises FingerprintMismatch (GG701 to GG703) or CheckpointError (GG705, GG707, GG708).
+    """
+    voice = Voice(on_finding)
+    path = Path(path)
+    bare = unwrap(model)
+    optimizers = plain_optimizers(optimizer)
+    stored = take_apart(path, read_payload(path, voice, max_bytes), voice)
+    settings = model_config(bare, config)
+    verified = verify(
+        stored,
+        voice,
+        tokenizer=tokenizer,
+        config=settings,
+        config_given=config is not None,
+        fingerprint=fingerprint or Fingerprint(),
+        ignore_config=ignore_config,
+    )
+    found = fit_weights(bare, stored, settings, strict, voice)
+    _check_optimizers(bare, stored, optimizers, strict, voice)
+    for name, part, state in (("scheduler", scheduler, stored.scheduler), ("scaler", scaler, stored.scaler)):
+        _check_part(stored, name, part, state, voice)
+    _warn_of_non_finite(bare, stored, found.state, voice)
+    with _Undo(optimizers) as undo:
+        for one, state in zip(optimizers, stored.optimizers, strict=False):
+            _load_optimizer(one, state, stored, voice)
+        copy_weights(bare, found, stored, strict, voice)
+        undo.keep()
+    for part, state in ((scheduler, stored.scheduler), (scaler, stored.scaler)):
+        if part is not None and state is not None:
+            part.load_state_dict(state)
+    return LoadedCheckpoint(
+        path=str(path),
+        step=stored.step,
+        config=stored.config,
+        fingerprint=stored.stamp.parts,
+        verified=verified,
+        findings=tuple(voice.findings),
+        guard_state=stored.stamp.gpt_guard,
+        extra=stored.extra,
+    )
+
+
+class _Undo:
+    """Gives optimizers their old state back if the block does not end with `keep()`."""
+
+    def __init__(self, optimizers: tuple[Optimizer, ...]) -> None:
+        self._old = [(optimizer, optimizer.state_dict()) for optimizer in optimizers]
+
+    def keep(self) -> None:
+        self._old = []
+
+    def __enter__(self) -> _Undo:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for optimizer, state in self._old:
+            optimizer.load_state_dict(state)
+
+
+def _check_optimizers(
+    model: nn.Module, stored: Stored, optimizers: tuple[Optimizer, ...], strict: bool, voice: Voice
+) -> None:
+    there, here = len(stored.optimizers), len(optimizers)
+    if here and not there:
+        seen = f"{stored.path} holds no optimizer state; {here} optimizer(s) would start afresh"
+        if strict:
+            voice.refuse("GG708", seen, likely=["absent"])
+        voice.say("GG708", seen, likely=["absent"], severity="warning")
+    elif here and here != there:
+        voice.refuse(
+            "GG708", f"{stored.path} holds the state of {there} optimizers, {here} are given", likely=["groups"]
+        )
+    saved = stored.stamp.optimizer_parameters
+    names = parameter_names(model, optimizers)
+    for index, (one, state) in enumerate(zip(optimizers, stored.optimizers, strict=False)):
+        theirs = saved[index] if saved is not None and index < len(saved) else None
+        if clues := misfits(state, theirs, names[index], one):
+            which = f" number {index}" if here > 1 else ""
+            seen = f"{type(one).__name__}{which}: {'; '.join(clue.text for clue in clues)} ({stored.path})"
+            voice.refuse("GG708", seen, likely=[clue.cause for clue in clues])
+
+
+def _check_part(stored: Stored, name: str, part: Any, state: Mapping[str, Any] | None, voice: Voice) -> None:
+    """A scheduler takes any dict for its attributes, so that the state of another kind must be seen here."""
+    if part is None:
+        return
+    if state is None:
+        seen = f"{stored.path} holds no {name} state: the {name} starts afresh"
+        voice.say("GG708", seen, likely=["absent"], severity="warning", cause_id=name)
+        return
+    ours = part.state_dict()
+    more, less = sorted(state.keys() - ours.keys()), sorted(ours.keys() - state.keys())
+    if more and (less or (name == "scheduler" and any(hasattr(part, key) for key in more))):
+        seen = f"{name} state in {stored.path} is not that of a {type(part).__name__}: it has {', '.join(more[:4])}"
+        voice.refuse("GG708", seen + (f" and lacks {', '.join(less[:4])}" if less else ""), likely=["scheduler"])
+
+
+def _warn_of_non_finite(model: nn.Module, stored: Stored, state: Mapping[str, Any], voice: Voice) -> None:
+    masks = frozenset(name for name, _ in model.named_buffers())
+    if bad := non_finite(state, masks=masks):
+        voice.say(
+            "GG706",
+            f"{len(bad)} of {len(state)} tensors in {stored.path} are not finite: {listing(bad)}",
+            likely=["saved_bad"],
+            severity="warning",
+            parameter=next(iter(bad)),
+            evidence={"non_finite": {name: count.model_dump() for name, count in bad.items()}},
+        )
+
+
+def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], stored: Stored, voice: Voice) -> None:
+    try:
+        optimizer.load_state_dict(state)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        seen = f"{type(optimizer).__name__} does not take the state in {stored.path}: {error}"
+        voice.refuse("GG708", seen, likely=["kind"], because=error)
+    move_to_parameters(optimizer)

@@ -1,0 +1,264 @@
+"""Guardian: the context manager to put around a training loop."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gpt_guard.callbacks.defaults import default_guards
+from gpt_guard.callbacks.base import Guard
+from gpt_guard.desk import Desk
+from gpt_guard.errors import GuardError, GuardUsageError
+from gpt_guard.hooks.optimizer import unwrap
+from gpt_guard.evaluation import evaluation_mode
+from gpt_guard.policy import Policy, Rules
+from gpt_guard.progress import Progress
+from gpt_guard.records import Finding, Observation, Report
+from gpt_guard.reporting import environment, make_report
+from gpt_guard.session import Session
+from gpt_guard.sinks.base import Sink
+from gpt_guard.sinks.console import ConsoleSink
+from gpt_guard.sinks.jsonl import JsonlSink
+
+Reads = Literal["auto", "immediate", "per_step"]
+
+
+class Guardian:
+    """Watch a training loop from the outside and stop it before a poisoned update.
+
+    Put it round the loop as it is; nothing inside the loop has to change::
+
+        with Guardian(model, optimizer) as guardian:
+            for x, y in batches:
+                optimizer.zero_grad()
+                logits, loss = model(x, y)
+                loss.backward()
+                optimizer.step()
+
+    Steps are optimizer steps counted from `start_step`; micro-batches are backward calls. Parameters:
+
+    - `optimizer`: the one that steps this model, several of them, or None for evaluation only.
+    - `guards`: None for the default set, or exactly the guards to use, e.g. `[FiniteGuard(), LRTracker()]`.
+    - `scheduler`: one or several learning-rate schedulers, so that LRTracker can tell what they do.
+    - `scaler`: only needed for a scaler that is no `torch.amp.GradScaler`; those are noticed by themselves.
+    - `run_dir`: folder for the run log `steps.jsonl`; None writes no file.
+    - `sinks`: None for the console; otherwise exactly these, besides the run log.
+    - `policy`: what to do about which finding, see `gpt_guard.policy.Policy`; `strict` halts on every error.
+    - `tokenizer`, `config`: what this run belongs to, for its fingerprint.
+    - `summary`: whether a table is printed at the end.
+    - `reads`: "immediate" tests every output where it is made, "per_step" reads the device once just before each step;
+      "auto" is immediate on the CPU, where reading costs nothing, and per step anywhere else.
+
+    Guarded steps are bit-identical to bare ones: weights, losses, optimizer and RNG state. Leaving detaches everything,
+    on every way out; the same Guardian can be entered again and goes on counting. Raises GuardUsageError for a model
+    or optimizer that cannot be watched, and GuardError subclasses for findings that halt.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Iterable[Optimizer] | None = None,
+        *,
+        guards: Sequence[Guard] | None = None,
+        scheduler: Any = None,
+        scaler: Any = None,
+        run_dir: str | Path | None = None,
+        sinks: Sequence[Sink] | None = None,
+        policy: Rules | None = None,
+        strict: bool = False,
+        start_step: int = 0,
+        tokenizer: Any = None,
+        config: Any = None,
+        summary: bool = True,
+        reads: Reads = "auto",
+    ) -> None:
+        optimizers = unwrap(optimizer)
+        self._model = weakref.ref(_checked_model(model))
+        # Weak while inactive: a Guardian that has been left keeps neither the model nor its optimizer alive.
+        self._optimizers = [weakref.ref(each) for each in optimizers]
+        self._scheduler = _weak(scheduler)
+        self._scaler = _weak(scaler)
+        self._reads = _checked_reads(reads)
+        self._run_dir = None if run_dir is None else Path(run_dir)
+        self.guards = tuple(default_guards(tokenizer, config) if guards is None else _checked_guards(guards))
+        self._progress = Progress(start_step, len(optimizers))
+        outputs: list[Sink] = [ConsoleSink(summary=summary)] if sinks is None else list(sinks)
+        outputs += [] if run_dir is None else [JsonlSink(run_dir)]
+        self._desk = Desk(Policy(policy, strict=strict), outputs, self._progress)
+        self._session: Session | None = None
+        self._not_watched: list[str] = []
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._leave(error)
+
+    def start(self) -> Self:
+        """Begin to watch; for a notebook, where a `with` would span cells. Raises as entering would."""
+        if self._session is not None:
+            raise GuardUsageError("this Guardian is already watching: stop() it first, or leave the `with` around it")
+        model, optimizers = self._alive()
+        self._desk.quiet = False
+        self._desk.open(self._header(model, optimizers))
+        try:
+            self._session = Session(
+                model,
+                optimizers,
+                self.guards,
+                self._desk,
+                self._progress,
+                immediate=self._immediate(model),
+                scheduler=self._scheduler(),
+                scaler=self._scaler(),
+                run_dir=self._run_dir,
+            )
+        except BaseException:
+            self._desk.close(self.report())
+            raise
+        return self
+
+    def stop(self) -> None:
+        """Stop watching and detach everything; does nothing if not watching. Raises a finding that halts at the end."""
+        self._leave(None)
+
+    def _leave(self, error: BaseException | None) -> None:
+        session, self._session = self._session, None
+        if session is None:
+            return
+        self._desk.quiet = error is not None
+        try:
+            session.finish()
+        except GuardError as halt:
+            # Said and recorded by now; the user's own exception goes first.
+            if error is None:
+                raise halt.with_traceback(None) from None
+        finally:
+            self._not_watched = session.blind_spots()
+            session.close()
+            self._desk.close(self.report())
+
+    @property
+    def latest(self) -> Observation | None:
+        """The newest observation: loss, lr per group, grad_norm, grad_norm_clipped, ...; None before the first step.
+
+        On an accelerator what is measured after a step (`update_ratio`) is filled in with the next one.
+        """
+        return self._progress.latest
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps made so far, `start_step` included."""
+        return self._progress.step
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """All findings so far, each cause once."""
+        return tuple(self._desk.findings)
+
+    def report(self) -> Report:
+        """Run facts and findings as of now."""
+        unseen = self._session.blind_spots() if self._session is not None else self._not_watched
+        unseen = [*unseen, *self._desk.blind_spots()]
+        return make_report(self._model(), self.guards, self._desk, self._progress, unseen)
+
+    def log(self, **metrics: Any) -> None:
+        """Note numbers of your own under the newest step; a tensor is read from its device by this call."""
+        numbers = {name: float(value) for name, value in metrics.items()}
+        self._progress.metrics.update(numbers)
+        self._desk.log(max(self._progress.step - 1, 0), numbers)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[nn.Module]:
+        """Evaluate inside: eval mode and no-grad; each module gets its own mode back afterwards.
+
+        What happens inside is marked as evaluation. Works inside and outside of an active Guardian.
+        """
+        model, _ = self._alive()
+        loop = self._session.loop if self._session is not None else None
+        before = loop.evaluating if loop is not None else False
+        if loop is not None:
+            loop.evaluating = True
+        try:
+            with evaluation_mode(model), torch.no_grad():
+                yield model
+        finally:
+            if loop is not None:
+                loop.evaluating = before
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on counting and judging: plain numbers, loadable with `weights_only=True`."""
+        guards = {guard.name: guard.state_dict() for guard in self.guards}
+        return {"progress": self._progress.state_dict(), "guards": guards}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state, before entering; guards that were not there then start fresh."""
+        self._progress.load_state_dict(state["progress"])
+        for guard in self.guards:
+            if guard.name in state["guards"]:
+                guard.load_state_dict(state["guards"][guard.name])
+
+    def _alive(self) -> tuple[nn.Module, list[Optimizer]]:
+        model = self._model()
+        optimizers = [each() for each in self._optimizers]
+        if model is None or any(each is None for each in optimizers):
+            raise GuardUsageError("the model or optimizer of this Guardian no longer exists: make a new Guardian")
+        return model, [each for each in optimizers if each is not None]
+
+    def _immediate(self, model: nn.Module) -> bool:
+        if self._reads != "auto":
+            return self._reads == "immediate"
+        return all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers()))
+
+    def _header(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        return {
+            "model": type(model).__name__,
+            "optimizers": [type(optimizer).__name__ for optimizer in optimizers],
+            "guards": [guard.name for guard in self.guards],
+            "step": self._progress.step,
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "environment": environment(model),
+        }
+
+
+def _checked_model(model: Any) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise GuardUsageError(
+            f"model is a {type(model).__name__}, not a torch.nn.Module. Write Guardian(model, optimizer), with the "
+            f"module whose forward() the loop calls."
+        )
+    return model
+
+
+def _checked_guards(guards: Sequence[Any]) -> Sequence[Guard]:
+    for guard in guards:
+        if not isinstance(guard, Guard):
+            hint = f": write {guard.__name__}()" if isinstance(guard, type) and issubclass(guard, Guard) else ""
+            raise GuardUsageError(f"guards holds {guard!r}, which is not a Guard instance{hint}")
+    return guards
+
+
+def _checked_reads(reads: Any) -> Reads:
+    if reads not in ("auto", "immediate", "per_step"):
+        raise GuardUsageError(f'reads is {reads!r}; it can be "auto", "immediate" or "per_step"')
+    return reads  # type: ignore[no-any-return]  # checked in the line above
+
+
+def _weak(value: Any) -> Callable[[], Any]:
+    """A weak reference where the object allows one; several schedulers come as a list of them."""
+    if isinstance(value, (list, tuple)):
+        parts = [_weak(part) for part in value]
+        return lambda: [part() for part in parts]
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value

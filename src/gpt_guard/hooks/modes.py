@@ -1,0 +1,56 @@
+"""Remember who last called `.train()` or `.eval()` on the model, and where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from gpt_guard.hooks.frames import user_line
+from gpt_guard.hooks.patches import Patch
+from gpt_guard.records import SourceLine
+
+
+class ModeLog:
+    """The last outermost `.train(mode)` calls on one model's modules; `.eval()` is `.train(False)`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._nested = False
+        self.last: dict[bool, tuple[str, SourceLine | None]] = {}
+
+    def open(self) -> None:
+        """Begin to notice."""
+        TRAIN.add(self)
+
+    def close(self) -> None:
+        """Stop noticing; may run twice."""
+        TRAIN.remove(self)
+
+    def who(self, *, training: bool) -> tuple[str, SourceLine | None] | None:
+        """Module path and line of the last call that set this mode, or None if nobody called since entry."""
+        return self.last.get(training)
+
+    def mode_begins(self, module: nn.Module, training: bool) -> bool:
+        """Note an outermost call on a module of ours; True if it is one. `.train()` calls itself on each child."""
+        if self._nested or id(module) not in self._paths:
+            return False
+        self._nested = True
+        self.last[training] = (self._paths[id(module)], user_line())
+        return True
+
+    def mode_ended(self) -> None:
+        """The outermost call is over."""
+        self._nested = False
+
+
+def _around(original: Any, listeners: tuple[ModeLog, ...], module: nn.Module, mode: bool = True) -> Any:
+    noted = [log for log in listeners if log.mode_begins(module, mode)]
+    try:
+        return original(module, mode)
+    finally:
+        for log in noted:
+            log.mode_ended()
+
+
+TRAIN = Patch(nn.Module, "train", _around)

@@ -1,0 +1,105 @@
+"""Watch: what a guard may look at while a Guardian is active."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gpt_guard.hooks.forward import ForwardTap
+from gpt_guard.hooks.gradients import GradNorms
+from gpt_guard.hooks.modes import ModeLog
+from gpt_guard.ledger import Ledger
+from gpt_guard.records import Finding
+
+
+class Watch:
+    """The model, the optimizers, the names of their parameters, and where the loop is now.
+
+    `step` counts optimizer steps from 0 and names the one being prepared; `micro_batch` counts the backward calls for
+    it. `immediate` tells whether reading a value is free here (CPU); otherwise values go through `ledger`. `grad_norms`
+    are those of the last backward that reached the model. `scaling` is True while a GradScaler's scale is on the
+    gradients, `closure` while a step evaluates a closure. A shared parameter appears once, under its first name.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        *,
+        immediate: bool,
+        tap: ForwardTap,
+        submit: Callable[[Finding], None],
+        scheduler: Any = None,
+        run_dir: Path | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizers = tuple(optimizers)
+        self.scheduler = scheduler
+        self.run_dir = run_dir
+        self.immediate = immediate
+        self.tap = tap
+        self.modes = ModeLog(model)
+        self.ledger = Ledger()
+        self.submit = submit
+        self.step = 0
+        self.micro_batch = 0
+        self.evaluation = False
+        self.scaling = False
+        self.closure = False
+        self.grad_norms: GradNorms | None = None
+        self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self.extra: dict[str, Tensor] = {}
+        self.forward_begins: list[Callable[[], None]] = []
+        self.forward_ended: list[Callable[[Any], None]] = []
+        self._names = {id(parameter): name for name, parameter in self.parameters.items()}
+        self._held: list[dict[str, Tensor]] = []
+        for index, optimizer in enumerate(self.optimizers):
+            self._held.append(self._name_groups(index, optimizer))
+
+    def _name_groups(self, index: int, optimizer: Optimizer) -> dict[str, Tensor]:
+        held: dict[str, Tensor] = {}
+        for group, entries in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(entries["params"]):
+                name = self._names.get(id(parameter))
+                if name is None:
+                    name = f"optimizer[{index}].param_groups[{group}][{place}]"
+                    self.extra[name] = parameter
+                    self._names[id(parameter)] = name
+                held[name] = parameter
+        return held
+
+    def held_by(self, index: int) -> dict[str, Tensor]:
+        """Parameters that optimizer `index` steps, by name; tensors that are not the model's under a made-up name."""
+        return self._held[index]
+
+    @property
+    def tracked(self) -> dict[str, Tensor]:
+        """The model's parameters and, after them, tensors that only an optimizer holds."""
+        return {**self.parameters, **self.extra}
+
+    def index_of(self, optimizer: Optimizer) -> int:
+        """Which of the watched optimizers this is. Raises ValueError for a foreign one."""
+        for index, own in enumerate(self.optimizers):
+            if own is optimizer:
+                return index
+        raise ValueError(f"{type(optimizer).__name__} is not one of the optimizers given to Guardian")
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """The name of a parameter of the model or of an optimizer, or None."""
+        return self._names.get(id(tensor))
+
+    def owner_of(self, parameter: str) -> tuple[str, str | None]:
+        """Path and class name of the module that holds a parameter or buffer by this name."""
+        path = parameter.rpartition(".")[0]
+        try:
+            return path, type(self.model.get_submodule(path)).__name__
+        except AttributeError:
+            return path, None
+
+    def ran(self) -> set[str] | None:
+        """Paths of the modules that returned since the model was last called; None if nobody watches outputs."""
+        return {self.tap.names[index] for index in self.tap.order} if self.tap.watching else None

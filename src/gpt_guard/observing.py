@@ -1,0 +1,78 @@
+"""Turn what the host has read into observations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gpt_guard.hooks.gradients import total_norm
+from gpt_guard.ledger import Ledger, Readings
+from gpt_guard.records import Moment, Observation
+
+# Norms taken twice of the same gradients differ by rounding only; clipping that matters changes them by more.
+_CLIP_TOLERANCE = 1e-4
+
+
+def put_lr(ledger: Ledger, optimizer: Optimizer) -> None:
+    """Put the learning rate of each group into the ledger; a tensor lr stays on its device until the read."""
+    for place, group in enumerate(optimizer.param_groups):
+        lr = group["lr"] if "lr" in group else float("nan")
+        ledger.put(f"lr.{place}", lr if isinstance(lr, Tensor) else float(lr))
+
+
+def observe(
+    readings: Readings, after: list[str], applied: list[str] | None, names: set[str] | None, **facts: Any
+) -> Observation:
+    """The observation of a step from its readings.
+
+    `after` and `applied` name the parameters whose norms stand in `grad_norms` (taken after backward) and
+    `grad_norms.applied` (just before the step; None if nothing has touched the gradients since). `names` restricts
+    both to the parameters this optimizer steps. `facts` are the fields known without the device.
+    """
+    norms = _named(after, readings.pop("grad_norms", []), names)
+    grad_norm = total_norm(list(norms.values())) if norms else None
+    clipped_norm = grad_norm
+    if applied is not None:
+        now = _named(applied, readings.pop("grad_norms.applied", []), names)
+        clipped_norm = total_norm(list(now.values())) if now else None
+        if grad_norm is None:
+            norms, grad_norm = now, clipped_norm
+    losses = [readings.pop(name) for name in list(readings) if name.startswith("loss.")]
+    return Observation.model_construct(
+        loss=float(sum(losses)) if losses else None,
+        lr=tuple(readings.pop(name) for name in list(readings) if name.startswith("lr.")),
+        grad_norm=grad_norm,
+        grad_norm_clipped=clipped_norm,
+        clipped=_clipped(grad_norm, clipped_norm),
+        grad_norms=norms,
+        readings=readings,
+        **facts,
+    )
+
+
+def _named(names: list[str], norms: list[float], keep: set[str] | None) -> dict[str, float]:
+    if keep is None:
+        return dict(zip(names, norms, strict=True))
+    return {name: norm for name, norm in zip(names, norms, strict=True) if name in keep}
+
+
+def _clipped(before: float | None, after: float | None) -> bool | None:
+    if before is None or after is None:
+        return None
+    return after < before * (1.0 - _CLIP_TOLERANCE)
+
+
+def complete(seen: Observation, late: Readings, step_time: float | None) -> Observation:
+    """The same observation with what was measured after the step."""
+    return seen.model_copy(
+        update={
+            "moment": Moment.AFTER_STEP,
+            "update_ratio": late.pop("update_ratio", None),
+            "max_update": late.pop("max_update", None),
+            "update_ratios": late.pop("update_ratios", {}),
+            "step_time": step_time,
+            "readings": late,
+        }
+    )

@@ -1,0 +1,86 @@
+"""How far a run has come: step counts, the newest observations, and the few numbers its summary needs."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from typing import Any
+
+from gpt_guard.records import Observation
+
+_KEPT = 5
+_SERIES = 10_000
+
+
+class Progress:
+    """Survives leaving and re-entering a Guardian; holds floats only, in bounded memory.
+
+    `steps` counts the steps of each optimizer from `start_step`; `step` is the furthest of them. `recent` keeps the
+    last few finished observations for the table in an error.
+    """
+
+    def __init__(self, start_step: int, optimizers: int) -> None:
+        self.steps = [start_step] * max(1, optimizers)
+        self.start_step = start_step
+        self.tokens = 0
+        self.samples = 0
+        self.skipped = 0
+        self.latest: Observation | None = None
+        self.recent: deque[Observation] = deque(maxlen=_KEPT)
+        self.metrics: dict[str, float] = {}
+        self.clipped = 0
+        self.finished = 0
+        self.first_loss: float | None = None
+        self.last_loss: float | None = None
+        self.lr_min: float | None = None
+        self.lr_max: float | None = None
+        self._norms: deque[float] = deque(maxlen=_SERIES)
+        self._norm_max: float | None = None
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps made, counted from `start_step`."""
+        return max(self.steps)
+
+    def finish(self, seen: Observation) -> None:
+        """Take in the complete observation of a step."""
+        self.latest = seen
+        self.recent.append(seen)
+        self.finished += 1
+        self.clipped += bool(seen.clipped)
+        if seen.loss is not None:
+            self.first_loss = seen.loss if self.first_loss is None else self.first_loss
+            self.last_loss = seen.loss
+        for lr in seen.lr:
+            self.lr_min = lr if self.lr_min is None else min(self.lr_min, lr)
+            self.lr_max = lr if self.lr_max is None else max(self.lr_max, lr)
+        if seen.grad_norm is not None:
+            self._norms.append(seen.grad_norm)
+            known = self._norm_max
+            self._norm_max = seen.grad_norm if known is None or not known >= seen.grad_norm else known
+
+    def facts(self) -> dict[str, Any]:
+        """The figures of the summary, by the field names of Report."""
+        return {
+            "steps": self.step,
+            "first_loss": self.first_loss,
+            "last_loss": self.last_loss,
+            "lr_min": self.lr_min,
+            "lr_max": self.lr_max,
+            "grad_norm_median": statistics.median(self._norms) if self._norms else None,
+            "grad_norm_max": self._norm_max,
+            "clipped_share": self.clipped / self.finished if self.finished else None,
+            "skipped_steps": self.skipped,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run goes on counting from; plain numbers."""
+        return {"steps": list(self.steps), "tokens": self.tokens, "samples": self.samples, "skipped": self.skipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting from a saved state."""
+        saved = [int(step) for step in state["steps"]]
+        self.steps = saved if len(saved) == len(self.steps) else [max(saved)] * len(self.steps)
+        self.start_step = self.step
+        self.tokens, self.samples = int(state["tokens"]), int(state["samples"])
+        self.skipped = int(state["skipped"])

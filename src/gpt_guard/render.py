@@ -1,0 +1,214 @@
+"""Findings as plain text, as a person reads them in a terminal at night: what, where, since when, why, what next.
+
+The exceptions, the log and the command line all print through here, so that the words are the same everywhere. Only
+records are imported: an exception's message must never depend on anything that can fail.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from math import isfinite
+
+from gpt_guard.records import Finding, Observation, TensorStats
+
+WIDTH = 100
+_LABEL = 11
+_SHORT = 240
+_CAUSES = 5
+
+
+def number(value: float | None) -> str:
+    """A figure with four significant digits ("0.8123", "1.2e+05", "nan", "-inf"); "-" for None."""
+    if value is None:
+        return "-"
+    return str(value) if isinstance(value, int) else f"{value:.4g}"
+
+
+def learning_rate(value: float | None) -> str:
+    """A learning rate in the one form that is easy to compare ("3.0e-04", "2.973e-04"); "0" for zero, "-" for None."""
+    if value is None:
+        return "-"
+    if not isfinite(value):
+        return f"{value:g}"
+    if value == 0:
+        return "0"
+    mantissa, exponent = f"{value:.3e}".split("e")
+    whole, fraction = mantissa.split(".")
+    return f"{whole}.{fraction.rstrip('0') or '0'}e{exponent}"
+
+
+def learning_rates(values: Sequence[float]) -> str:
+    """The learning rates of all groups, said once where they are equal; "-" where there is none.
+
+    Of more than three different ones the first two are shown; one that is not finite always is.
+    """
+    texts = list(dict.fromkeys(learning_rate(value) for value in sorted(values, key=isfinite)))
+    return (", ".join(texts) if len(texts) <= 3 else f"{texts[0]}, {texts[1]}, ... ({len(values)} groups)") or "-"
+
+
+def clean(text: str) -> str:
+    """Make control characters visible, line breaks excepted: text from a file must not steer the terminal."""
+    visible = (c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text.expandtabs(4))
+    return "".join(visible)
+
+
+def block(label: str, text: str) -> list[str]:
+    """Lines of `text` wrapped to the width beside `label`; no line at all where `text` is empty."""
+    lines = [
+        wrapped
+        for line in clean(text).strip().split("\n")
+        for wrapped in textwrap.wrap(line, WIDTH - _LABEL, break_on_hyphens=False)
+    ]
+    return [f"{label if first else '':<{_LABEL}}{line}" for first, line in _marked(lines)] if lines else []
+
+
+def numbered(label: str, texts: Iterable[str]) -> list[str]:
+    """The texts as an ordered list beside `label`."""
+    lines: list[str] = []
+    for position, text in enumerate(texts, start=1):
+        mark = f"{position}. "
+        width = WIDTH - _LABEL - len(mark)
+        for first, line in _marked(textwrap.wrap(clean(text), width, break_on_hyphens=False)):
+            head = label if first and position == 1 else ""
+            lines.append(f"{head:<{_LABEL}}{mark if first else ' ' * len(mark)}{line}")
+    return lines
+
+
+def _marked(lines: Sequence[str]) -> list[tuple[bool, str]]:
+    return [(position == 0, line) for position, line in enumerate(lines)]
+
+
+def render_finding(finding: Finding) -> str:
+    """The whole finding as plain text, at most 100 columns wide; what is not known is left out."""
+    parts = [
+        textwrap.wrap(clean(f"{finding.code} {finding.title}"), WIDTH),
+        block("seen", finding.seen) + block("tensor", _tensor(finding.tensor)),
+        block("where", _where(finding)) + _line_of_code(finding) + block("made by", finding.origin or ""),
+        block("healthy", _healthy(finding.last_healthy)) + _table(finding.history),
+        numbered("likely", finding.causes[:_CAUSES]),
+        block("next test", finding.next_test) + block("fix", finding.fix) + _explain(finding),
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def render_short(finding: Finding) -> str:
+    """One to three lines for a log: code, title and place; what was seen; the likeliest cause."""
+    place = ", ".join(_place(finding))
+    lines = [_one_line(f"{finding.code} {finding.title}" + (f": {place}" if place else "")), _one_line(finding.seen)]
+    if finding.causes:
+        more = f" [gpt-guard explain {finding.code}]" if finding.code.startswith("GG") else ""
+        lines.append(f"Most likely: {_one_line(finding.causes[0])}{more}")
+    return "\n  ".join(line for line in lines if line)
+
+
+def _one_line(text: str) -> str:
+    words = " ".join(clean(text).split())
+    return words if len(words) <= _SHORT else f"{words[: _SHORT - 4]} ..."
+
+
+def _explain(finding: Finding) -> list[str]:
+    if not finding.code.startswith("GG"):
+        return []
+    left = len(finding.causes) - _CAUSES
+    return block("more", f"gpt-guard explain {finding.code}" + (f"  ({left} more causes)" if left > 0 else ""))
+
+
+def _tensor(stats: TensorStats | None) -> str:
+    if stats is None:
+        return ""
+    text = f"{list(stats.shape)} {stats.dtype.removeprefix('torch.')} on {stats.device}"
+    if stats.bad:
+        counts = {"NaN": stats.nan, "+inf": stats.pos_inf, "-inf": stats.neg_inf}
+        text += f": {', '.join(f'{count} {name}' for name, count in counts.items() if count)} of {stats.numel} elements"
+    if stats.finite_min is not None and stats.finite_max is not None:
+        rest = "the finite rest lies" if stats.bad else "values lie"
+        text += f"; {rest} between {number(stats.finite_min)} and {number(stats.finite_max)}"
+    elif stats.bad:
+        text += "; nothing in it is finite"
+    return text + _rows(stats)
+
+
+def _rows(stats: TensorStats) -> str:
+    text = ""
+    if stats.bad_rows and stats.shape:
+        listed = ", ".join(map(str, stats.bad_rows)) + (", ..." if stats.bad_row_count > len(stats.bad_rows) else "")
+        text = f"\nrows {listed} of dimension 0 ({max(stats.bad_row_count, len(stats.bad_rows))} of {stats.shape[0]})"
+    if stats.first_bad:
+        text += f"{', ' if text else chr(10)}first at {list(stats.first_bad)}"
+    return text
+
+
+def _place(finding: Finding) -> list[str]:
+    parts: list[str] = []
+    if finding.module is not None:
+        kind = f" ({finding.module_class})" if finding.module_class else ""
+        parts.append((finding.module or "the model itself") + kind)
+    if finding.parameter:
+        parts.append(finding.parameter)
+    if finding.step is not None:
+        parts.append(f"step {finding.step}")
+    return parts
+
+
+def _where(finding: Finding) -> str:
+    what = _place(finding.model_copy(update={"step": None, "parameter": None}))
+    what = [f"module {what[0]}" if finding.module else what[0]] if what else []
+    if finding.position:
+        what.append(finding.position)
+    if finding.parameter:
+        what.append(f"parameter {finding.parameter}")
+    when = [f"step {finding.step}"] if finding.step is not None else []
+    if finding.micro_batch is not None:
+        when.append(f"micro-batch {finding.micro_batch}")
+    if finding.moment is not None:
+        when.append(finding.moment.value)
+    if finding.evaluation:
+        when.append("during evaluation")
+    return "\n".join(", ".join(parts) for parts in (what, when) if parts)
+
+
+def _line_of_code(finding: Finding) -> list[str]:
+    line = finding.where
+    if line is None:
+        return []
+    place = f"{line.file}:{line.line} in {line.function}"
+    room = WIDTH - _LABEL
+    # A path is shortened at its front and never wrapped: its end, with the line number, is what gets copied.
+    place = place if len(place) <= room else f"...{place[3 - room :]}"
+    return block("line", f"{place}\n{line.text}")
+
+
+def _healthy(seen: Observation | None) -> str:
+    if seen is None:
+        return ""
+    facts: dict[str, str] = {
+        "loss": number(seen.loss),
+        "lr": learning_rates(seen.lr),
+        "grad norm": number(seen.grad_norm),
+    }
+    known = ", ".join(f"{name} {text}" for name, text in facts.items() if text != "-")
+    return f"last at step {seen.step}" + (f": {known}" if known else "")
+
+
+_COLUMNS: dict[str, Callable[[Observation], str]] = {
+    "step": lambda seen: str(seen.step),
+    "loss": lambda seen: number(seen.loss),
+    "lr": lambda seen: learning_rates(seen.lr),
+    "grad_norm": lambda seen: number(seen.grad_norm),
+    "clipped to": lambda seen: number(seen.grad_norm_clipped) if seen.clipped else "-",
+    "update ratio": lambda seen: number(seen.update_ratio),
+    "": lambda seen: "skipped" if seen.skipped else "evaluation" if seen.evaluation else "",
+}
+
+
+def _table(history: Sequence[Observation]) -> list[str]:
+    """The steps before as aligned columns; a column in which nothing is known is left out."""
+    if not history:
+        return []
+    columns = [[name, *(cell(seen) for seen in history)] for name, cell in _COLUMNS.items()]
+    known = [column for column in columns if any(text not in ("-", "") for text in column[1:])]
+    widths = [max(map(len, column)) for column in known]
+    rows = zip(*known, strict=True)
+    lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
+    return [f"{'before' if first else '':<{_LABEL}}{line.rstrip()}" for first, line in _marked(lines)]

@@ -1,0 +1,47 @@
+"""Gather the report of a run: where it ran, what was watched, what was found."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from gpt_guard.callbacks.base import Guard
+from gpt_guard.desk import Desk
+from gpt_guard.progress import Progress
+from gpt_guard.records import Report
+
+
+def environment(model: nn.Module | None) -> dict[str, str]:
+    """Versions and device of this run, as strings."""
+    facts = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "platform": platform.platform(),
+        "threads": str(torch.get_num_threads()),
+    }
+    if model is not None:
+        tensors = [*model.parameters(), *model.buffers()]
+        facts["device"] = ", ".join(sorted({str(tensor.device) for tensor in tensors})) or "none"
+        facts["dtype"] = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})) or "none"
+    return facts
+
+
+def make_report(
+    model: nn.Module | None, guards: Sequence[Guard], desk: Desk, progress: Progress, not_watched: Sequence[str]
+) -> Report:
+    """The report as of now; reads nothing from the device. `model` is None where it no longer exists."""
+    return Report(
+        environment=environment(model),
+        model=type(model).__name__ if model is not None else "",
+        parameters=sum(parameter.numel() for parameter in model.parameters()) if model is not None else 0,
+        guards=tuple(guard.name for guard in guards),
+        not_watched=tuple(not_watched),
+        fingerprint={name: digest for guard in guards for name, digest in guard.fingerprint().items()},
+        facts={f"metrics.{name}": value for name, value in progress.metrics.items()},
+        findings=tuple(desk.findings),
+        counts=dict(desk.counts),
+        **progress.facts(),
+    )

@@ -1,0 +1,88 @@
+"""The roster: calls the guards at their moments, and keeps one that fails itself from taking the training down."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from gpt_guard.callbacks.base import Guard
+from gpt_guard.catalogue import finding
+from gpt_guard.errors import GuardError
+from gpt_guard.hooks.watch import Watch
+from gpt_guard.records import Finding, Moment, Observation
+
+_MOMENTS = ("before_backward", "after_backward", "before_step", "after_step")
+
+
+class Roster:
+    """The attached guards, by moment; only those that override a method are called for it."""
+
+    def __init__(self, guards: Sequence[Guard], submit: Callable[[Finding], None]) -> None:
+        self._guards = list(guards)
+        self._submit = submit
+        self._calls: dict[str, list[tuple[Guard, Callable[..., None]]]] = {}
+        self._judges: dict[Moment, list[Guard]] = {}
+        self._sort()
+
+    def _sort(self) -> None:
+        self._calls = {
+            name: [(guard, getattr(guard, name)) for guard in self._guards if _overrides(guard, name)]
+            for name in _MOMENTS
+        }
+        self._judges = {moment: [guard for guard in self._guards if moment in guard.judged_at] for moment in Moment}
+
+    def attach(self, guard: Guard, watch: Watch) -> None:
+        """Attach a guard; one that fails is detached, named and dropped."""
+        self._safely(guard, lambda: guard.attach(watch))
+
+    def call(self, moment: str, *args: Any) -> None:
+        """Run one moment method of every guard that has it."""
+        for guard, method in self._calls[moment]:
+            self._safely(guard, method, *args)
+
+    def judge(self, seen: Observation) -> None:
+        """Let the guards judge an observation and submit what they find."""
+        for guard in self._judges[seen.moment]:
+            self._safely(guard, self._submit_all, guard, guard.judge, seen)
+
+    def finish(self) -> None:
+        """Let the guards say what can only be said at the end."""
+        for guard in list(self._guards):
+            self._safely(guard, self._submit_all, guard, guard.finish)
+
+    def blind_spots(self) -> list[str]:
+        """What the guards were asked to watch and cannot see."""
+        return [f"{guard.name}: {spot}" for guard in self._guards for spot in guard.blind_spots()]
+
+    def _submit_all(self, guard: Guard, find: Callable[..., Iterable[Finding]], *args: Any) -> None:
+        for found in find(*args):
+            self._submit(found if found.guard else found.model_copy(update={"guard": guard.name}))
+
+    def _safely(self, guard: Guard, act: Callable[..., None], *args: Any) -> None:
+        try:
+            act(*args)
+        except GuardError:
+            raise
+        except Exception as error:
+            self._drop(guard, error)
+
+    def _drop(self, guard: Guard, error: Exception) -> None:
+        self._guards = [other for other in self._guards if other is not guard]
+        self._sort()
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        self._submit(
+            finding(
+                "GG906",
+                f"{guard.name} raised {type(error).__name__}: {error} at {place.filename}:{place.lineno} in "
+                f"{place.name}. It is switched off for the rest of this run; training and the other guards go on.",
+                guard=guard.name,
+                cause_id=guard.name,
+                evidence={"traceback": "".join(traceback.format_exception(error))},
+            )
+        )
+        guard.detach()
+
+
+def _overrides(guard: Guard, name: str) -> bool:
+    return getattr(type(guard), name) is not getattr(Guard, name)

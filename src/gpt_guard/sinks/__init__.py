@@ -1,0 +1,7 @@
+"""Where observations and findings go."""
+
+from gpt_guard.sinks.base import Sink
+from gpt_guard.sinks.console import ConsoleSink
+from gpt_guard.sinks.jsonl import JsonlSink
+
+__all__ = ["ConsoleSink", "JsonlSink", "Sink"]

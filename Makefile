@@ -37,8 +37,9 @@ format-check: dev-env
 types: dev-env
 	@$(BIN)/mypy
 
+# Its cache remembers modules that did not exist yet as if they were missing still.
 imports: dev-env
-	@$(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-cache
 
 format: dev-env
 	@$(BIN)/ruff check --fix .
@@ -51,5 +52,5 @@ dev-env:
 	@PYTHON=$(PYTHON) VENV=$(VENV) sh .ci/setup dev
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from unittest import mock
 
+from gpt_guard.testing import inject_nonfinite
 from torch import Tensor
 
-from gpt_guard.testing import inject_nonfinite
 from mini_gpt import MiniGPT
 
 Part = TypeVar("Part")
@@ -71,14 +71,19 @@ def nan_in_a_weight(model: MiniGPT) -> MiniGPT:
     return model
 
 
-@breaks("lr", "settings", "the learning rate is 0.1, some thirty times too high", "GradNormMonitor or ParamDeltaProbe")
+@breaks(
+    "lr", "settings", "the learning rate is 0.1 from the first step, thirty times too high", "ParamDeltaProbe (GG308)"
+)
 def learning_rate_far_too_high(args: argparse.Namespace) -> argparse.Namespace:
-    args.lr = 0.1
+    args.lr, args.warmup = 0.1, 1
     return args
 
 
 @breaks(
-    "freeze", "optimized model", "the optimizer holds an old copy of the model, which stays as it is", "ParamDeltaProbe"
+    "freeze",
+    "optimized model",
+    "the optimizer holds an old copy of the model, which stays as it is",
+    "ParamDeltaProbe (GG307)",
 )
 def optimizer_holds_an_old_copy(model: MiniGPT) -> MiniGPT:
     return copy.deepcopy(model)
@@ -92,7 +97,12 @@ def blocks_in_a_python_list(model: MiniGPT) -> MiniGPT:
     return model
 
 
-@breaks("no-eval", "evaluate", "validation runs without eval(), its dropout stays on", "EvalModeAssert (GG501)")
+@breaks(
+    "no-eval",
+    "evaluate",
+    "validation runs without eval(), its dropout (any --dropout above 0) stays on",
+    "EvalModeAssert (GG501)",
+)
 def validation_without_eval(evaluate: Evaluate) -> Evaluate:
     def evaluate_in_training_mode(model: MiniGPT, ids: Tensor, *rows: int) -> float:
         with mock.patch.object(model, "eval", lambda: model):

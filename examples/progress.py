@@ -26,11 +26,11 @@ class TrainingProgress(AbstractContextManager["TrainingProgress"]):
         self._next_line = start + self._every
         self._terminal = sys.stderr.isatty()
         self._bar = Progress(
-            TextColumn("training"),
-            BarColumn(),
+            BarColumn(bar_width=None),
             MofNCompleteColumn(),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(compact=True),
             TextColumn("{task.fields[facts]}"),
+            expand=True,
             console=Console(stderr=True),
             disable=not self._terminal,
             # A redirected stdout would be written to stderr with the bar; only a terminal may be shared.
@@ -51,7 +51,7 @@ class TrainingProgress(AbstractContextManager["TrainingProgress"]):
     def show(self, step: int, *, loss: float, lr: float, grad_norm: float) -> None:
         """Take the figures after `step` steps; the rate is the mean since the start, validation included."""
         rate = (step - self.start) * self.tokens / (time.perf_counter() - self._began)
-        facts = f"loss {loss:.3f}  lr {lr:.2e}  grad norm {grad_norm:.2f}  {rate:,.0f} tokens/s"
+        facts = f"loss {loss:.3f}  lr {lr:.1e}  grad norm {grad_norm:.2f}  {rate:,.0f} tokens/s"
         self._bar.update(self._task, completed=step, facts=facts)
         if not self._terminal and (step >= self._next_line or step == self.total):
             self._next_line = step + self._every

@@ -30,7 +30,16 @@ from progress import TrainingProgress
 
 BLOCK_SIZE = 32
 CLIP_AT = 2.0  # healthy gradients of this model have a norm near 1; only a burst should be cut
-KEPT = ("corpus", "steps", "eval_every", "batch_size", "lr", "dropout", "seed")  # options a resumed run takes over
+KEPT = (
+    "corpus",
+    "steps",
+    "eval_every",
+    "batch_size",
+    "lr",
+    "warmup",
+    "dropout",
+    "seed",
+)  # options a resumed run takes over
 
 
 def count(text: str) -> int:
@@ -58,6 +67,7 @@ parser.add_argument("--steps", type=count, default=3000, help="optimizer steps i
 parser.add_argument("--eval-every", type=count, default=250, help="steps between validations")
 parser.add_argument("--batch-size", type=count, default=8)
 parser.add_argument("--lr", type=rate, default=3e-3, help="learning rate at the end of the warm-up")
+parser.add_argument("--warmup", type=count, default=100, help="steps over which it rises; at most a tenth of all")
 parser.add_argument("--dropout", type=float, default=0.1)
 parser.add_argument("--seed", type=int, default=1337)
 breaks.add_option(parser)  # guard
@@ -99,9 +109,13 @@ except CorpusError as error:
     fail(error)
 tokenizer = CharTokenizer.from_text(corpus.text)
 tokenizer_path = out / "tokenizer" / "char_tokenizer.json"
-if checkpoint and checkpoint["tokenizer_fingerprint"] != tokenizer.fingerprint:
-    mismatch = tokenizer.explain_mismatch(checkpoint["tokenizer_fingerprint"], tokenizer_path)
-    fail(f"{latest_path}: {mismatch}. Resume with the corpus of the first run, or start anew in another --out.")
+trained_with = checkpoint.get("tokenizer_fingerprint")
+if not checkpoint and tokenizer_path.is_file():
+    with contextlib.suppress(ValueError):
+        trained_with = CharTokenizer.load(tokenizer_path).fingerprint
+if trained_with not in (None, tokenizer.fingerprint):
+    mismatch = tokenizer.explain_mismatch(trained_with, tokenizer_path)
+    fail(f"the run in {out} {mismatch}. Give the corpus of that run, or another --out for a new one.")
 train_ids, val_ids, test_ids = (torch.tensor(tokenizer.encode(t)) for t in (corpus.train, corpus.val, corpus.test))
 try:
     tokenizer_path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +140,7 @@ others = [p for name, p in model.named_parameters() if p.dim() != 2 or "embeddin
 groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
 optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.99))
 model = broken("optimized model", model)  # guard
-warmup = max(1, min(100, args.steps // 10))
+warmup: int = max(1, min(args.warmup, args.steps // 10))
 
 
 def warmup_then_cosine(step: int) -> float:
@@ -139,9 +153,12 @@ def warmup_then_cosine(step: int) -> float:
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine)
 step, best_val_loss = 0, math.inf
 if checkpoint:
-    model.load_state_dict(checkpoint["model_state_dict"])
-    optimizer.load_state_dict(checkpoint["optimizer_state_dict"])
-    scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
+    try:
+        model.load_state_dict(checkpoint["model_state_dict"])
+        optimizer.load_state_dict(checkpoint["optimizer_state_dict"])
+        scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
+    except (RuntimeError, ValueError, KeyError) as error:
+        fail(f"{latest_path} does not fit this model and optimizer: {error}\nStart anew in another --out.")
     restore_random_state(checkpoint["random_state"], order, device)
     step, best_val_loss = checkpoint["step"], checkpoint["best_val_loss"]
 
@@ -157,7 +174,7 @@ def evaluate(model: MiniGPT, ids: Tensor, rows: int = 256) -> float:
     """Mean loss over evenly spaced rows: the same ones every time, and no random number drawn."""
     was_training = model.training
     model.eval()
-    starts = torch.linspace(0, len(ids) - BLOCK_SIZE - 1, rows).long()[:, None]
+    starts = torch.linspace(0, len(ids) - BLOCK_SIZE - 1, rows, dtype=torch.float64).long()[:, None]
     window = ids[starts + torch.arange(BLOCK_SIZE + 1)].to(device)
     _, loss = model(window[:, :-1], window[:, 1:])
     model.train(was_training)
@@ -218,5 +235,5 @@ print("\nfinal losses in nats per character:")
 for split, ids in (("train", train_ids), ("val", val_ids), ("test", test_ids)):
     print(f"  {split:5} {evaluate(model, ids):.3f}")
 print(f"  best val {best_val_loss:.3f}, log V {math.log(len(tokenizer)):.3f}\n\na sample:")
-prompt = train_ids[None, :BLOCK_SIZE].to(device)
+prompt = train_ids[None, :4].to(device)
 print(tokenizer.decode(model.generate(prompt, 400, temperature=0.8, top_k=40)[0].tolist()))

@@ -75,8 +75,10 @@ def public_things() -> Iterator[tuple[str, Any]]:
 
 
 def methods(prefix: str, cls: type) -> Iterator[tuple[str, Any]]:
+    fields = inspect.get_annotations(cls)  # the default of a field may be a function
     for name, member in vars(cls).items():
-        if not name.startswith("_") and (inspect.isroutine(member) or isinstance(member, property)):
+        is_method = inspect.isroutine(member) or isinstance(member, property)
+        if is_method and not name.startswith("_") and name not in fields:
             # Through the class: inspect.getdoc then falls back on the method that this one overrides.
             yield f"{prefix}.{name}", getattr(cls, name)
 

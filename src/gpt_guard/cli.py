@@ -1,6 +1,7 @@
 """The `gpt-guard` command. Torch and everything that loads it are imported inside the commands that need them.
 
-A command is one function here that reads its arguments and prints; what it does stands in the module that does it.
+A command is one function, here or in `commands`, that reads its arguments and prints; what it does stands in the module
+that does it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Annotated
 import typer
 
 from gpt_guard import catalogue
+from gpt_guard.commands.check import check
+from gpt_guard.commands.compare import compare
 from gpt_guard.render import block, numbered
 
 app = typer.Typer(
@@ -20,6 +23,10 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
+
+
+app.command()(check)
+app.command()(compare)
 
 
 def main() -> None:

@@ -10,7 +10,8 @@
     ├── CheckpointError             GG7xx
     │   └── FingerprintMismatch     GG701-GG703   also a ValueError
     ├── ProcessError                GG8xx
-    └── BlindError                  GG9xx   what cannot be seen
+    ├── BlindError                  GG9xx   what cannot be seen
+    └── PreflightError              checks failed before training; `.failed` holds their results
     GuardUsageError                 a call that cannot work (also a ValueError): what was given, what is expected
 
 Each message is the finding as a person reads it in a terminal.
@@ -18,8 +19,8 @@ Each message is the finding as a person reads it in a terminal.
 
 from __future__ import annotations
 
-from gpt_guard.records import Finding
-from gpt_guard.render import render_finding
+from gpt_guard.records import CheckResult, Finding
+from gpt_guard.render import clean, render_finding
 
 
 class GuardUsageError(ValueError):
@@ -75,6 +76,27 @@ class ProcessError(GuardError):
 
 class BlindError(GuardError):
     """Something that gpt_guard was asked to watch and cannot see."""
+
+
+class PreflightError(GuardError):
+    """Checks that failed before training: `.failed` holds their results, `.finding` the first finding.
+
+    The message lists every line that failed, then the first finding in full.
+    """
+
+    def __init__(self, failed: tuple[CheckResult, ...]) -> None:
+        super().__init__(next(finding for result in failed for finding in result.findings))
+        self.args = (failed,)  # what unpickling calls this with
+        self.failed = failed
+
+    def __str__(self) -> str:
+        lines = [
+            clean(f"  {result.stage}: {result.title}: {result.measured}")
+            + (clean(f" | expected {result.expected}") if result.expected else "")
+            for result in self.failed
+        ]
+        count = f"{len(lines)} check{'s' if len(lines) > 1 else ''} failed"
+        return "\n".join([count, *lines, "", render_finding(self.finding)])
 
 
 _FAMILIES: dict[str, type[GuardError]] = {

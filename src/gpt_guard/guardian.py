@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gpt_guard.callbacks.defaults import default_guards
+from gpt_guard.arguments import Reads, checked_guards, checked_model, checked_reads, weak
 from gpt_guard.callbacks.base import Guard
+from gpt_guard.callbacks.defaults import default_guards
+from gpt_guard.callbacks.fingerprint import CheckpointFingerprint
+from gpt_guard.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
 from gpt_guard.desk import Desk
 from gpt_guard.errors import GuardError, GuardUsageError
-from gpt_guard.hooks.optimizer import unwrap
 from gpt_guard.evaluation import evaluation_mode
+from gpt_guard.hooks.optimizer import unwrap
+from gpt_guard.hooks.scaler import checked_scaler
 from gpt_guard.policy import Policy, Rules
 from gpt_guard.progress import Progress
 from gpt_guard.records import Finding, Observation, Report
-from gpt_guard.reporting import environment, make_report
+from gpt_guard.reporting import header, make_report
 from gpt_guard.session import Session
 from gpt_guard.sinks.base import Sink
 from gpt_guard.sinks.console import ConsoleSink
 from gpt_guard.sinks.jsonl import JsonlSink
-
-Reads = Literal["auto", "immediate", "per_step"]
 
 
 class Guardian:
@@ -82,17 +83,18 @@ class Guardian:
         reads: Reads = "auto",
     ) -> None:
         optimizers = unwrap(optimizer)
-        self._model = weakref.ref(_checked_model(model))
+        self._model = weakref.ref(checked_model(model))
         # Weak while inactive: a Guardian that has been left keeps neither the model nor its optimizer alive.
         self._optimizers = [weakref.ref(each) for each in optimizers]
-        self._scheduler = _weak(scheduler)
-        self._scaler = _weak(scaler)
-        self._reads = _checked_reads(reads)
+        self._scheduler = weak(scheduler)
+        self._scaler = weak(checked_scaler(scaler))
+        self._reads = checked_reads(reads)
         self._run_dir = None if run_dir is None else Path(run_dir)
-        self.guards = tuple(default_guards(tokenizer, config) if guards is None else _checked_guards(guards))
+        self.guards = tuple(default_guards(tokenizer, config) if guards is None else checked_guards(guards))
         self._progress = Progress(start_step, len(optimizers))
         outputs: list[Sink] = [ConsoleSink(summary=summary)] if sinks is None else list(sinks)
         outputs += [] if run_dir is None else [JsonlSink(run_dir)]
+        self._belongings = {"tokenizer": tokenizer, "config": config}
         self._desk = Desk(Policy(policy, strict=strict), outputs, self._progress)
         self._session: Session | None = None
         self._not_watched: list[str] = []
@@ -109,7 +111,7 @@ class Guardian:
             raise GuardUsageError("this Guardian is already watching: stop() it first, or leave the `with` around it")
         model, optimizers = self._alive()
         self._desk.quiet = False
-        self._desk.open(self._header(model, optimizers))
+        self._desk.open(header(model, optimizers, self.guards, self.step))
         try:
             self._session = Session(
                 model,
@@ -143,8 +145,15 @@ class Guardian:
             if error is None:
                 raise halt.with_traceback(None) from None
         finally:
-            self._not_watched = session.blind_spots()
+            try:
+                self._not_watched = session.blind_spots()
+            finally:
+                self._close(session)
+
+    def _close(self, session: Session) -> None:
+        try:
             session.close()
+        finally:
             self._desk.close(self.report())
 
     @property
@@ -195,6 +204,39 @@ class Guardian:
             if loop is not None:
                 loop.evaluating = before
 
+    def save(self, path: str | Path, **extra: Any) -> Path:
+        """Write a checkpoint with all that a resume needs, stamped with what it belongs to; atomically, reads the device.
+
+        Refuses weights that are not finite (CheckpointError GG706); an older file at `path` is then left as it was.
+        `extra` entries are stored beside gpt_guard's own, under their names. Loads under plain `torch.load(path)`.
+        """
+        return save_checkpoint(path, extra=extra or None, guard_state=self.state_dict(), step=self.step, **self._parts())
+
+    def load(self, path: str | Path, *, strict: bool = True) -> LoadedCheckpoint:
+        """Go on from a checkpoint: weights, optimizer, scheduler, scaler, and the Guardian's own counts and histories.
+
+        Verifies before it changes anything; see `gpt_guard.load_checkpoint` for what it raises and what `strict` means.
+        """
+        parts = self._parts()
+        loaded = load_checkpoint(path, parts.pop("model"), strict=strict, **parts)
+        if loaded.guard_state:
+            self.load_state_dict(loaded.guard_state)
+        elif loaded.step is not None:
+            self._progress.start_at(loaded.step)
+        return loaded
+
+    def _parts(self) -> dict[str, Any]:
+        model, optimizers = self._alive()
+        stamps = [guard.belongings for guard in self.guards if isinstance(guard, CheckpointFingerprint)]
+        return {
+            "model": model,
+            "optimizer": optimizers[0] if len(optimizers) == 1 else optimizers or None,
+            "scheduler": self._scheduler() or None,
+            "scaler": self._scaler(),
+            "on_finding": self._desk.submit,
+            **(stamps[0] if stamps else self._belongings),
+        }
+
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on counting and judging: plain numbers, loadable with `weights_only=True`."""
         guards = {guard.name: guard.state_dict() for guard in self.guards}
@@ -218,47 +260,3 @@ class Guardian:
         if self._reads != "auto":
             return self._reads == "immediate"
         return all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers()))
-
-    def _header(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-        return {
-            "model": type(model).__name__,
-            "optimizers": [type(optimizer).__name__ for optimizer in optimizers],
-            "guards": [guard.name for guard in self.guards],
-            "step": self._progress.step,
-            "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "environment": environment(model),
-        }
-
-
-def _checked_model(model: Any) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        raise GuardUsageError(
-            f"model is a {type(model).__name__}, not a torch.nn.Module. Write Guardian(model, optimizer), with the "
-            f"module whose forward() the loop calls."
-        )
-    return model
-
-
-def _checked_guards(guards: Sequence[Any]) -> Sequence[Guard]:
-    for guard in guards:
-        if not isinstance(guard, Guard):
-            hint = f": write {guard.__name__}()" if isinstance(guard, type) and issubclass(guard, Guard) else ""
-            raise GuardUsageError(f"guards holds {guard!r}, which is not a Guard instance{hint}")
-    return guards
-
-
-def _checked_reads(reads: Any) -> Reads:
-    if reads not in ("auto", "immediate", "per_step"):
-        raise GuardUsageError(f'reads is {reads!r}; it can be "auto", "immediate" or "per_step"')
-    return reads  # type: ignore[no-any-return]  # checked in the line above
-
-
-def _weak(value: Any) -> Callable[[], Any]:
-    """A weak reference where the object allows one; several schedulers come as a list of them."""
-    if isinstance(value, (list, tuple)):
-        parts = [_weak(part) for part in value]
-        return lambda: [part() for part in parts]
-    try:
-        return weakref.ref(value)
-    except TypeError:
-        return lambda: value

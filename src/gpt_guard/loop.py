@@ -1,241 +1,201 @@
-"""The loop as gpt_guard sees it: notices each moment, reads the ledger once per step, and asks the guards."""
+"""The loop as gpt_guard sees it: tells forward, backward and step apart, and has each measured at its moment."""
 
 from __future__ import annotations
 
-import time
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from gpt_guard.desk import Desk
-from gpt_guard.errors import GuardError
 from gpt_guard.hooks.gradients import Gradients
-from gpt_guard.hooks.optimizer import unwrap
+from gpt_guard.hooks.losses import LossScale
+from gpt_guard.hooks.optimizer import innermost
 from gpt_guard.hooks.scaler import GradScaler
-from gpt_guard.hooks.tensors import walk
 from gpt_guard.hooks.watch import Watch
-from gpt_guard.ledger import Readings
-from gpt_guard.observing import complete, observe, put_lr
+from gpt_guard.observing import amount
 from gpt_guard.progress import Progress
 from gpt_guard.records import Moment, Observation
 from gpt_guard.roster import Roster
-
-_BEFORE, _AFTER = "before", "after"
+from gpt_guard.stepping import Steps
 
 
 class Loop:
     """Listens to forward, backward, optimizer and scaler.
 
-    What is measured before a step is read just before it; what is measured after it is read at once where reading is
-    free, and together with the next step otherwise: until then its observation is `pending`.
+    `evaluating` is True inside of `guardian.evaluating()`. `backwards` counts the backward calls that were ours;
+    `saw_modules` is True once modules ran without a call of the model itself.
     """
 
     def __init__(self, watch: Watch, roster: Roster, desk: Desk, progress: Progress) -> None:
         self.evaluating = False
         self.backwards = 0
+        self.saw_modules = False
         self._watch = watch
         self._roster = roster
-        self._desk = desk
         self._progress = progress
         self._gradients = Gradients(watch.tracked)
-        self._several = len(watch.optimizers) > 1
-        self._depth = 0
+        self._steps = Steps(watch, self._gradients, roster, desk, progress)
+        self._scale = LossScale()
         self._loss: Tensor | None = None
+        self._threads: set[int] = set()
         self._stepped = False
-        self._stepping = 0
-        self._unit: Tensor | None = None
-        self._fired = False
-        self._step_time: float | None = None
+        self._open = [0] * len(watch.optimizers)
         self._observed: Observation | None = None
-        self._pending: Observation | None = None
-        self._clock = time.perf_counter()
-        watch.ledger.label = _BEFORE
+        self._fired = False
 
     # Forward: calls of the model itself.
 
     def forward_begins(self) -> None:
         """Note whether this is training or evaluation, and how much data it takes."""
         watch = self._watch
+        self._threads.add(threading.get_ident())
         watch.evaluation = self.evaluating or not torch.is_grad_enabled()
         if not watch.evaluation:
-            self._count_samples()
+            samples, tokens = amount(watch.tap.inputs)
+            self._progress.samples += samples
+            self._progress.tokens += tokens
         for listener in watch.forward_begins:
-            listener()
-
-    def _count_samples(self) -> None:
-        for _, tensor in walk(self._watch.tap.inputs):
-            if tensor.dim():
-                self._progress.samples += tensor.shape[0]
-                if tensor.dim() >= 2 and not tensor.is_floating_point():
-                    self._progress.tokens += tensor.shape[0] * tensor.shape[1]
-                return
+            self._roster.listen(listener)
 
     def forward_ended(self, output: Any) -> None:
         """An evaluation forward is read when it ends, since no step will come to read it."""
         for listener in self._watch.forward_ended:
-            listener(output)
+            self._roster.listen(listener, output)
+        if self._watch.evaluation:
+            self._watch.tap.inputs = None
         if self._watch.evaluation and not self._watch.immediate:
-            readings = self._read()
+            readings = self._steps.read()
             self._roster.judge(
                 Observation(step=self._watch.step, moment=Moment.FORWARD, evaluation=True, readings=readings)
             )
 
     # Backward: every one in the process; ours is one that changes gradients of ours.
 
-    def backward_begins(self, losses: tuple[Tensor, ...]) -> None:
-        """Reentrant checkpointing calls backward inside backward: only the outermost call counts."""
-        self._depth += 1
-        if self._depth > 1:
-            return
+    def backward_begins(self, losses: tuple[Tensor, ...]) -> bool:
+        """False for a backward in a thread that has not called this model, while another has: it is not ours."""
+        if self._threads and threading.get_ident() not in self._threads:
+            return False
         watch = self._watch
         watch.tap.paused = True
+        if not watch.closure:
+            self._open = [0] * len(self._open)
         cleared = self._gradients.mark()
         if self._stepped or (cleared and watch.micro_batch):
             self._begin_step()
-        loss = losses[0] if len(losses) == 1 else torch.stack([each.detach().float().sum() for each in losses]).sum()
-        self._loss = loss if self._unit is None else loss / self._unit
-        self._roster.call("before_backward", self._loss)
+        self._scale.backward_begins()
+        watch.scaling = self._scale.unit is not None
+        self._loss = self._scale.loss(losses)
+        if self._loss is not None:
+            self._roster.call("before_backward", self._loss)
+        return True
 
     def _begin_step(self) -> None:
         self._stepped = False
-        self._watch.ledger.drop("loss.")
+        self._steps.begin()
         self._watch.micro_batch = 0
         self._watch.grad_norms = None
 
-    def backward_ended(self, losses: tuple[Tensor, ...]) -> None:
+    def backward_ended(self) -> None:
         """Measure the gradients, if this backward was ours."""
-        self._depth -= 1
-        if self._depth > 0:
-            return
         watch, loss = self._watch, self._loss
         watch.tap.paused, self._loss = False, None
-        if not self._gradients.touched():
+        ours = self._gradients.touched()
+        self._scale.backward_ended(ours=ours)
+        watch.scaling = self._scale.unit is not None
+        if not ours:
             return
         self.backwards += 1
         if loss is not None and loss.numel() == 1:
-            watch.ledger.put(f"loss.{watch.micro_batch}", loss.detach().reshape(()))
+            watch.ledger.put(f"loss.{watch.micro_batch}", loss.reshape(()))
         watch.micro_batch += 1
-        watch.grad_norms = self._gradients.measure(self._unit, immediate=watch.immediate)
+        watch.grad_norms = self._gradients.measure(self._scale.unit, immediate=watch.immediate)
         self._roster.call("after_backward")
-        if watch.closure and self._observed is None:
-            self._settle_before(self._stepping)
 
     def backward_failed(self) -> None:
         """The backward raised, or a guard halted: be ready for the next one."""
-        self._depth = 0
         self._watch.tap.paused = False
         self._loss = None
 
     # GradScaler: its scale is taken out of every figure, and a step it skips is not a step.
 
     def loss_scaled(self, scaler: GradScaler, outputs: Any, scaled: Any) -> None:
-        """Keep the scale as a tensor on its device: scaling a one gives it through the public interface."""
-        if self._unit is None and isinstance(outputs, Tensor):
-            self._unit = torch.ones((), device=outputs.device)
-            self._unit = scaler.scale(self._unit)
-        self._watch.scaling = self._unit is not None
+        """Keep the scale for the backward that follows."""
+        self._scale.offer(scaler, outputs, scaled)
 
-    def scaler_steps(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+    def scaler_steps(self, optimizer: Any) -> None:
         """A step may follow, or be skipped."""
         self._fired = False
 
-    def scaler_stepped(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+    def scaler_stepped(self, optimizer: Any) -> None:
         """If none of our steps fired in between, the scaler has skipped it."""
-        ours = [index for index, own in enumerate(self._watch.optimizers) if own is unwrap(optimizer)[0]]
-        if ours and not self._fired:
-            put_lr(self._watch.ledger, self._watch.optimizers[ours[0]])
-            self._watch.grad_norms = None
-            seen = self._observe(ours[0], self._read(), skipped=True)
-            self._progress.skipped += 1
-            self._desk.observe(seen)
-            self._roster.judge(seen)
-            self._end_step()
+        inner = innermost(optimizer)
+        for index, own in enumerate(self._watch.optimizers):
+            if own is inner and not self._fired:
+                self._end_step()
+                self._steps.skipped_outside(index)
 
     # Optimizer.
 
     def step_begins(self, index: int, *, closure: bool) -> None:
         """Read and judge before anything changes; with a closure the gradients come later, from inside the step."""
-        watch = self._watch
-        self._fired = True
-        self._stepping, self._observed = index, None
-        watch.step = self._progress.steps[index]
-        watch.closure = closure
-        self._roster.call("before_step", watch.optimizers[index])
+        self._open[index] += 1
+        if self._open[index] > 1:
+            return
+        self._fired, self._observed = True, None
+        self._watch.step = self._progress.steps[index]
+        self._watch.closure = closure
         if not closure:
             self._settle_before(index)
 
+    def closure_ended(self, index: int) -> None:
+        """The first evaluation of a closure is where the step starts from."""
+        if self._observed is None:
+            self._settle_before(index)
+
     def _settle_before(self, index: int) -> None:
-        watch = self._watch
-        optimizer = watch.optimizers[index]
-        put_lr(watch.ledger, optimizer)
-        if watch.grad_norms is not None:
-            watch.ledger.put("grad_norms", watch.grad_norms.norms)
-        applied = None
-        if watch.grad_norms is None or self._gradients.touched():
-            # A fused optimizer takes the scale out inside its step, through this attribute.
-            applied = self._gradients.measure(getattr(optimizer, "grad_scale", None), immediate=watch.immediate)
-            watch.ledger.put("grad_norms.applied", applied.norms)
-        seen = self._observe(index, self._read(), applied=applied.names if applied else None)
-        self._observed = seen
-        self._progress.latest = seen
         try:
-            self._roster.judge(seen)
-        except GuardError:
-            self._desk.observe(seen)
+            self._observed = self._steps.before(index)
+        except BaseException:
+            self.closure_failed(index)
             raise
 
-    def _observe(self, index: int, readings: Readings, **how: Any) -> Observation:
-        watch, progress = self._watch, self._progress
-        after = watch.grad_norms
-        return observe(
-            readings,
-            after.names if after else [],
-            how.pop("applied", None),
-            set(watch.held_by(index)) if self._several else None,
-            step=progress.steps[index],
-            moment=Moment.BEFORE_STEP,
-            optimizer=index,
-            micro_batches=watch.micro_batch,
-            tokens=progress.tokens or None,
-            samples=progress.samples or None,
-            **how,
-        )
+    def closure_failed(self, index: int) -> None:
+        """No step after all: whoever goes on begins a new one with the next backward."""
+        self._open[index], self._observed = 0, None
+        self._end_step()
 
     def step_ended(self, index: int) -> None:
         """Measure what the step has done."""
-        watch = self._watch
-        if self._observed is None:
-            self._settle_before(index)
-        watch.ledger.label = _AFTER
-        self._roster.call("after_step", watch.optimizers[index])
-        watch.ledger.label = _BEFORE
-        self._pending, self._observed = self._observed, None
-        self._progress.steps[index] += 1
-        self._end_step()
-        if watch.immediate:
-            self._read()
+        self._open[index] = max(self._open[index] - 1, 0)
+        if self._open[index]:
+            return
+        seen, self._observed = self._observed, None
+        try:
+            if seen is None:
+                # A closure that was never called: there is nothing to compare with.
+                self._steps.count(index, self._steps.measure(index))
+            elif seen.skipped:
+                self._steps.skip(index, seen)
+            else:
+                self._steps.after(index, seen)
+        finally:
+            self._end_step()
 
     def _end_step(self) -> None:
-        now = time.perf_counter()
-        self._step_time, self._clock = now - self._clock, now
+        watch = self._watch
         self._stepped = True
-        self._unit = None
-        self._watch.scaling = self._watch.closure = False
-        self._watch.step = self._progress.step
-
-    def _read(self) -> Readings:
-        """The one host read: returns what was measured before the step, completes the step before it."""
-        found = self._watch.ledger.read()
-        if self._pending is not None:
-            seen, self._pending = complete(self._pending, found.get(_AFTER, {}), self._step_time), None
-            self._progress.finish(seen)
-            self._desk.observe(seen)
-            self._roster.judge(seen)
-        return found.get(_BEFORE, {})
+        self._scale.step_ended()
+        watch.scaling = watch.closure = False
+        # The batch may be the output of another model, with all of its graph.
+        watch.tap.inputs = None
+        if watch.tap.order and not watch.tap.calls:
+            # Where only methods of the model are called, no call of the model itself ever starts the order anew.
+            self.saw_modules = True
+            watch.tap.forget()
 
     def finish(self) -> None:
         """Complete what still waits, and let the guards say what is left to say."""
-        self._read()
+        self._steps.read()
         self._roster.finish()

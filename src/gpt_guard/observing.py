@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gpt_guard.hooks.gradients import total_norm
+from gpt_guard.hooks.tensors import walk
 from gpt_guard.ledger import Ledger, Readings
 from gpt_guard.records import Moment, Observation
 
@@ -20,6 +21,18 @@ def put_lr(ledger: Ledger, optimizer: Optimizer) -> None:
     for place, group in enumerate(optimizer.param_groups):
         lr = group["lr"] if "lr" in group else float("nan")
         ledger.put(f"lr.{place}", lr if isinstance(lr, Tensor) else float(lr))
+
+
+def amount(inputs: Any) -> tuple[int, int]:
+    """Samples and tokens in what a model was called with: the first tensor's rows, and its elements if they are ids.
+
+    Ids are integers of shape `[B, T]`; images and other data have no tokens.
+    """
+    for _, tensor in walk(inputs):
+        if tensor.dim():
+            ids = tensor.dim() == 2 and not (tensor.is_floating_point() or tensor.is_complex())
+            return tensor.shape[0], tensor.numel() if ids else 0
+    return 0, 0
 
 
 def observe(

@@ -47,6 +47,11 @@ def _halts_by_default(code: str) -> bool:
 
 
 def _checked(rules: Mapping[str, str]) -> dict[str, Action]:
+    if not isinstance(rules, Mapping):
+        raise GuardUsageError(
+            f"policy is {rules!r}; give a mapping such as {{'error': 'halt', 'GG206': 'record'}}, or a callable that "
+            f"takes a finding and returns an action or None"
+        )
     table: dict[str, Action] = {}
     for key, action in rules.items():
         if key not in _SEVERITIES and not _KEY.fullmatch(key):

@@ -77,6 +77,11 @@ class Progress:
         """What a resumed run goes on counting from; plain numbers."""
         return {"steps": list(self.steps), "tokens": self.tokens, "samples": self.samples, "skipped": self.skipped}
 
+    def start_at(self, step: int) -> None:
+        """Go on counting from a step."""
+        self.steps = [step] * len(self.steps)
+        self.start_step = step
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on counting from a saved state."""
         saved = [int(step) for step in state["steps"]]

@@ -8,7 +8,7 @@ from typing import Any
 
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.catalogue import finding
-from gpt_guard.errors import GuardError
+from gpt_guard.errors import GuardError, GuardUsageError
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Observation
 
@@ -19,6 +19,11 @@ class Roster:
     """The attached guards, by moment; only those that override a method are called for it."""
 
     def __init__(self, guards: Sequence[Guard], submit: Callable[[Finding], None]) -> None:
+        for guard in guards:
+            if guard._watch is not None:
+                raise GuardUsageError(
+                    f"this {guard.name} already works for another Guardian that is active: give each its own guards"
+                )
         self._guards = list(guards)
         self._submit = submit
         self._calls: dict[str, list[tuple[Guard, Callable[..., None]]]] = {}
@@ -41,6 +46,14 @@ class Roster:
         for guard, method in self._calls[moment]:
             self._safely(guard, method, *args)
 
+    def listen(self, listener: Callable[..., None], *args: Any) -> None:
+        """Run what a guard has registered, unless that guard is switched off by now."""
+        owner = getattr(listener, "__self__", None)
+        if not isinstance(owner, Guard):
+            listener(*args)
+        elif any(owner is guard for guard in self._guards):
+            self._safely(owner, listener, *args)
+
     def judge(self, seen: Observation) -> None:
         """Let the guards judge an observation and submit what they find."""
         for guard in self._judges[seen.moment]:
@@ -53,7 +66,19 @@ class Roster:
 
     def blind_spots(self) -> list[str]:
         """What the guards were asked to watch and cannot see."""
-        return [f"{guard.name}: {spot}" for guard in self._guards for spot in guard.blind_spots()]
+        found: list[str] = []
+        for guard in list(self._guards):
+            self._safely(guard, _tell_blind_spots, guard, found)
+        return found
+
+    def detach(self, guard: Guard) -> None:
+        """Detach a guard; one that fails at it is named."""
+        try:
+            guard.detach()
+        except Exception as error:
+            self._report(guard, error)
+        finally:
+            guard._watch = None
 
     def _submit_all(self, guard: Guard, find: Callable[..., Iterable[Finding]], *args: Any) -> None:
         for found in find(*args):
@@ -70,6 +95,10 @@ class Roster:
     def _drop(self, guard: Guard, error: Exception) -> None:
         self._guards = [other for other in self._guards if other is not guard]
         self._sort()
+        self.detach(guard)
+        self._report(guard, error)
+
+    def _report(self, guard: Guard, error: Exception) -> None:
         place = traceback.extract_tb(error.__traceback__)[-1]
         self._submit(
             finding(
@@ -81,7 +110,10 @@ class Roster:
                 evidence={"traceback": "".join(traceback.format_exception(error))},
             )
         )
-        guard.detach()
+
+
+def _tell_blind_spots(guard: Guard, found: list[str]) -> None:
+    found.extend(f"{guard.name}: {spot}" for spot in guard.blind_spots())
 
 
 def _overrides(guard: Guard, name: str) -> bool:

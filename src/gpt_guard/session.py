@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.catalogue import finding
 from gpt_guard.desk import Desk
+from gpt_guard.hooks import scaler as scaling
 from gpt_guard.hooks.backward import BACKWARD
 from gpt_guard.hooks.forward import ForwardTap
 from gpt_guard.hooks.optimizer import StepHooks
-from gpt_guard.hooks import scaler as scaling
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.loop import Loop
 from gpt_guard.progress import Progress
@@ -77,8 +77,9 @@ class Session:
         undo.callback(StepHooks(watch.optimizers, loop).close)
         watch.tap.open(loop)
         for guard in guards:
-            undo.callback(guard.detach)
+            undo.callback(self.roster.detach, guard)
             self.roster.attach(guard, watch)
+        watch.tap.shield(self.roster.listen)
         watch.tap.finish_setup()
 
     def blind_spots(self) -> list[str]:
@@ -89,7 +90,7 @@ class Session:
         return inside + self.roster.blind_spots()
 
     def _unseen_forward(self) -> bool:
-        return self.watch.tap.calls == 0 and not self.watch.tap.order
+        return self.watch.tap.calls == 0 and not self.watch.tap.order and not self.loop.saw_modules
 
     def finish(self) -> None:
         """Complete what still waits, let the guards speak at the end, and say what was never seen."""
@@ -118,11 +119,11 @@ class Session:
     def _say_compiled(self) -> None:
         names = [name or "(the model itself)" for name in self.watch.tap.inside_compiled]
         root = not self.watch.tap.modules
-        outputs = "Neither inputs nor outputs of the model are seen" if root else "Outputs of the compiled part are seen"
+        seen = "Neither inputs nor outputs of the model" if root else "Outputs of the compiled part"
         self._desk.submit(
             finding(
                 "GG901",
-                f"Hooks inside compiled modules do not fire: {', '.join(names)}. {outputs}; loss, gradients and "
+                f"Hooks inside compiled modules do not fire: {', '.join(names)}. {seen} are seen; loss, gradients and "
                 f"parameters are watched.",
                 severity=Severity.WARNING if root else Severity.INFO,
                 moment=Moment.EXIT,

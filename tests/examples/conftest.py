@@ -14,6 +14,7 @@ SCRIPT = EXAMPLES / "train_minigpt.py"
 TEXT = "".join(f"{number} times {number + 1} makes {number * (number + 1)}.\n" for number in range(400))
 
 Run = Callable[..., dict[str, Any]]
+Refusal = Callable[..., str]
 
 
 @pytest.fixture
@@ -48,3 +49,19 @@ def plain_script(tmp_path: Path) -> Path:
             (folder / source.name).write_text("".join(kept), encoding="utf-8")
     (folder / "gpt_guard.py").write_text("raise ImportError('not installed')\n")
     return folder / SCRIPT.name
+
+
+@pytest.fixture
+def refused(train: Run, capsys: pytest.CaptureFixture[str]) -> Refusal:
+    """Run the script and return what it says when it stops with exit code 2."""
+
+    def run(*options: str, **where: Any) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            train(*options, **where)
+        assert stopped.value.code == 2
+        said = capsys.readouterr().err
+        assert "Traceback" not in said
+        return said
+
+    return run

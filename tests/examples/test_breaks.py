@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,16 +8,9 @@ import torch
 from breaks import BREAKS
 
 from .conftest import Run
+from .reading import codes, records
 
 ENOUGH = ("--steps", "60", "--eval-every", "20")
-
-
-def records(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def codes(run: Path) -> set[str]:
-    return {record["code"] for record in records(run) if record["kind"] == "finding"}
 
 
 def test_a_healthy_run_has_lr_beside_grad_norm_and_no_finding(train: Run, tmp_path: Path) -> None:

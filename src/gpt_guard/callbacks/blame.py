@@ -2,138 +2,174 @@
 
 A module made a bad output only if what it was given and the parameters it reads are good. If its input was bad, the
 code of the module around it made it, between two of its children; that one may have been given it in turn, and so on
-outwards until an input is good, or the model's own inputs are reached.
+outwards until an input is good, or the caller of the model is reached.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpt_guard.hooks.forward import ForwardTap
-from gpt_guard.hooks.tensors import describe, looks_bad, walk
+from gpt_guard.hooks.frames import passed_from_outside, running_calls
+from gpt_guard.hooks.state import BadState, bad_state
+from gpt_guard.hooks.tensors import describe, looks_bad, version_of, walk
+from gpt_guard.hooks.weigh import Place, Weighed
 from gpt_guard.records import TensorStats
 
 
 @dataclass(frozen=True)
-class Blame:
-    """Who made it: a module (`index` into the tap's names, None where the batch itself is bad) or a bad parameter.
+class Shown:
+    """The bad tensor to show: exact statistics where it could be read, its extremes where only those were."""
 
-    `receiver` is the module that only received it; `after` the last child of the maker that had returned.
+    position: str
+    shape: tuple[int, ...]
+    dtype: str
+    stats: TensorStats | None = None
+    low: float = 0.0
+    high: float = 0.0
+
+    @classmethod
+    def read(cls, position: str, stats: TensorStats) -> Shown:
+        """A tensor that was read."""
+        return cls(position, stats.shape, stats.dtype, stats)
+
+    @classmethod
+    def weighed(cls, place: Place, low: float, high: float) -> Shown:
+        """A tensor of which minimum and maximum were read with the step."""
+        dtype = str(place.dtype).removeprefix("torch.")
+        return cls(place.position, place.shape, dtype, None, low, high)
+
+
+@dataclass(frozen=True)
+class Blame:
+    """Who made it: the module `maker` by index, or code outside of the model (None): what it was called with was bad.
+
+    `receiver` is the module that only received it; `after` the last module inside the maker that had returned. `state`
+    is a parameter or buffer of the maker that was bad before. Where `certain` is False, `maker` is the closest that can
+    be told; `ignored` says that the maker's outputs are not tested.
     """
 
-    index: int | None
+    maker: int | None
+    shown: Shown
     receiver: int | None = None
     after: int | None = None
-    state: tuple[str, TensorStats] | None = None
-    input_position: str | None = None
-    input_stats: TensorStats | None = None
+    state: BadState | None = None
     masked_rows: int = 0
     certain: bool = True
+    ignored: bool = False
 
 
-def blame(tap: ForwardTap, index: int, output: Tensor, inputs: tuple[Any, Any]) -> Blame:
-    """Find the maker of a bad output, right after the module returned it. Reads tensors exactly: only after a failure.
+def blame(
+    tap: ForwardTap, index: int, position: str, tensor: Tensor, *, entering: bool, untouched: dict[int, int]
+) -> Blame:
+    """Find the maker of a bad tensor that module `index` has just returned, or been given.
 
-    `inputs` are the module's (args, kwargs). An input that shares memory with the output (an in-place module) tells
-    nothing about what came in, and is left out.
+    Runs inside of the module's call and reads tensors exactly: only after a failure. `untouched` are the versions that
+    float buffers had when the forward began.
     """
-    received = _bad_input(inputs, output)
+    calls = [(tap.index[id(call.module)], call.inputs) for call in running_calls() if id(call.module) in tap.index]
+    own = next((inputs for module, inputs in calls if module == index and inputs is not None), ((), {}))
+    # A module that has just returned stands last in the order; what matters is what had returned before.
+    returned = list(tap.order) if entering else list(tap.order)[:-1]
+    stats = looks_bad(tensor)
+    received = (position, stats, tensor) if entering and stats is not None else _bad_input(tap, index, own)
     if received is None:
-        return _made_inside(tap, index, inputs)
-    for outer in _ancestors(tap, index):
-        entered = tap.entered.get(outer)
-        if entered is None:
-            continue
-        (given, version) = entered
-        if not _still_as_given(given, version) or _bad_input(given, None) is None:
-            state = bad_state(tap.modules[outer], tap.names[outer], deep=True)
-            after = _last_child(tap, outer, index)
-            return Blame(outer, index, after, state, received[0], received[1])
-    if _bad_input(tap.inputs, None) is not None:
-        return Blame(None, index, None, None, *received)
-    return Blame(_nearest(tap, index), index, _last_child(tap, 0, index), None, *received, certain=False)
+        assert stats is not None
+        state = bad_state(tap.modules[index], tap.names[index], untouched)
+        inner = _last_inside(tap, returned, index, None)
+        certain = not _wrote_to_input(tap, index, own)
+        shown = Shown.read(position, stats)
+        return Blame(index, shown, after=inner, state=state, masked_rows=_masked_rows(own), certain=certain)
+    shown, bad = Shown.read(received[0], received[1]), received[2]
+    source = tap.source_of(bad)
+    if source is not None:
+        return Blame(source, shown, index, ignored=True)
+    around = [(module, inputs) for module, inputs in calls if module != index]
+    for outer, inputs in around:
+        given = passed_from_outside(tap.modules[0], bad) if inputs is None else _bad_input(tap, outer, inputs)
+        if not given:
+            state = bad_state(tap.modules[outer], tap.names[outer], untouched)
+            inner = _last_inside(tap, returned, outer, index)
+            return Blame(outer, shown, index, inner, state, certain=inputs is not None)
+    if not around and returned and index != 0:
+        return Blame(None, shown, index, returned[-1])
+    return Blame(None, shown, around[-1][0] if around else index)
 
 
-def _made_inside(tap: ForwardTap, index: int, inputs: tuple[Any, Any]) -> Blame:
-    module, name = tap.modules[index], tap.names[index]
-    state = bad_state(module, name, deep=True)
-    return Blame(index, after=_last_child(tap, index, index), state=state, masked_rows=_masked_rows(inputs))
+def blame_weighed(tap: ForwardTap, weighed: Weighed, number: int, shown: Shown, untouched: dict[int, int]) -> Blame:
+    """The same for the first bad place of a forward, read before the step: all places before it were good.
+
+    Parameters are still as the forward used them, and are read exactly.
+    """
+    place = weighed.places[number]
+    began, ended = weighed.spans[number]
+    returned = weighed.order[:ended]
+    if not place.entering:
+        state = bad_state(tap.modules[place.module], tap.names[place.module], untouched)
+        # It stands in the order itself by now.
+        inside = [index for index in weighed.order[began:ended] if index != place.module]
+        return Blame(place.module, shown, after=inside[-1] if inside else None, state=state)
+    if place.source is not None:
+        return Blame(place.source, shown, place.module, ignored=True)
+    if place.module == 0:
+        return Blame(None, shown, 0)
+    if place.caller is None:
+        return Blame(None, shown, place.module, returned[-1] if returned else None)
+    state = bad_state(tap.modules[place.caller], tap.names[place.caller], untouched)
+    inside = weighed.order[began:ended]
+    return Blame(place.caller, shown, place.module, inside[-1] if inside else None, state)
 
 
-def _bad_input(inputs: Any, output: Tensor | None) -> tuple[str, TensorStats] | None:
-    for position, tensor in walk(_flat(inputs)):
-        if output is not None and _same_memory(tensor, output):
-            continue
-        if (stats := looks_bad(tensor)) is not None:
-            return position, stats
+def _bad_input(tap: ForwardTap, index: int, inputs: Any) -> tuple[str, TensorStats, Tensor] | None:
+    """The first bad tensor that a running module was given and has not itself written to since."""
+    args, kwargs = inputs
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    for position, tensor in walk(given):
+        if (stats := looks_bad(tensor)) is not None and not _written(tap, index, position, tensor):
+            return position, stats, tensor
     return None
 
 
-def _flat(inputs: Any) -> Any:
-    """Positions read better as `[0]` and `['mask']` than with the pair of args and kwargs around them."""
-    if inputs is None:
-        return ()
-    args, kwargs = inputs
-    return {**dict(enumerate(args)), **kwargs}
-
-
-def _same_memory(one: Tensor, other: Tensor) -> bool:
-    try:
-        return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
+def _written(tap: ForwardTap, index: int, position: str, tensor: Tensor) -> bool:
+    if position != "[0]":
         return False
+    if index in tap.entered:
+        noted, _ = tap.entered[index]
+        return noted is not None and version_of(tensor) != noted
+    # An in-place layer of torch's: its input was tested when it came in.
+    return bool(getattr(tap.modules[index], "inplace", False))
 
 
-def _still_as_given(given: Any, version: int | None) -> bool:
-    args = given[0]
-    return version is None or not args or not isinstance(args[0], Tensor) or args[0]._version == version
+def _wrote_to_input(tap: ForwardTap, index: int, inputs: Any) -> bool:
+    """Whether a module that is bad now has written to what it was given, so that nobody knows what came in."""
+    args, _ = inputs
+    first = args[0] if args else None
+    return index in tap.entered and isinstance(first, Tensor) and _written(tap, index, "[0]", first)
 
 
-def _masked_rows(inputs: tuple[Any, Any]) -> int:
+def _masked_rows(inputs: Any) -> int:
     """Rows along the last dimension that are -inf throughout, in inputs that hold -inf as a mask does."""
-    for _, tensor in walk(_flat(inputs)):
+    for _, tensor in walk(inputs):
         stats = describe(tensor)
         if stats is not None and stats.only_neg_inf and tensor.dim():
             return int((tensor == -float("inf")).all(-1).sum())
     return 0
 
 
-def bad_state(module: nn.Module, path: str, *, deep: bool) -> tuple[str, TensorStats] | None:
-    """The first parameter or buffer of a module that holds NaN or +inf, with its full name; -inf alone is a mask."""
-    prefix = f"{path}." if path else ""
-    for name, tensor in (*module.named_parameters(recurse=deep), *module.named_buffers(recurse=deep)):
-        if (stats := looks_bad(tensor)) is not None:
-            return prefix + name, stats
-    return None
-
-
-def _ancestors(tap: ForwardTap, index: int) -> list[int]:
-    """Modules around this one whose forward could be running, innermost first."""
-    places = {name: place for place, name in enumerate(tap.names)}
-    path, found = tap.names[index], []
-    while path:
-        path = path.rpartition(".")[0]
-        if path in places:
-            found.append(places[path])
-    return found
-
-
-def _nearest(tap: ForwardTap, index: int) -> int:
-    for outer in _ancestors(tap, index):
-        if not isinstance(tap.modules[outer], (nn.ModuleList, nn.ModuleDict)):
-            return outer
-    return 0
-
-
-def _last_child(tap: ForwardTap, outer: int, before: int) -> int | None:
-    """The module inside `outer` that had returned last when `before` was called."""
-    prefix = f"{tap.names[outer]}." if tap.names[outer] else ""
-    own = f"{tap.names[before]}."
-    for index in reversed(tap.order):
-        name = tap.names[index]
-        if index not in (before, outer) and name.startswith(prefix) and (before == outer or not name.startswith(own)):
+def _last_inside(tap: ForwardTap, returned: Sequence[int], outer: int, receiver: int | None) -> int | None:
+    """The module that `outer` had called last, apart from what the receiver itself has called since."""
+    if outer in tap.entered:
+        returned = returned[tap.entered[outer][1] :]
+    names = tap.names
+    prefix = f"{names[outer]}." if names[outer] else ""
+    own = None if receiver is None else f"{names[receiver]}."
+    for index in reversed(returned):
+        if own is not None and names[index].startswith(own):
+            continue
+        if index != outer and (outer in tap.entered or names[index].startswith(prefix)):
             return index
     return None

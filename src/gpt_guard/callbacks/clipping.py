@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import combinations
 from statistics import median
 from typing import Any
 
-from gpt_guard.callbacks.history import MAD_TO_SIGMA
 from gpt_guard.catalogue import finding
 from gpt_guard.records import Finding, Moment, Observation, Severity
 from gpt_guard.render import learning_rates, number
@@ -17,8 +16,6 @@ from gpt_guard.render import learning_rates, number
 # What clip_grad_norm_ leaves is the same norm each time, to rounding; a division by a count of micro-batches is not.
 _PINNED = 0.01
 _EVERY = 10
-# Standard error of a median: 1.2533 sigma / sqrt(n), for a normal distribution.
-_MEDIAN_ERROR = 1.2533
 
 
 class Clipping:
@@ -70,7 +67,13 @@ class Clipping:
             step=seen.step,
             moment=Moment.BEFORE_STEP,
             cause_id=f"optimizer {seen.optimizer}, {severity}",
-            evidence={"share": clipped / total, "window": total, "ratio": ratio, "clipped_to": limit, "lr": list(seen.lr)},
+            evidence={
+                "share": clipped / total,
+                "window": total,
+                "ratio": ratio,
+                "clipped_to": limit,
+                "lr": list(seen.lr),
+            },
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -86,17 +89,15 @@ class Clipping:
 
 
 def clearly_falling(losses: Sequence[float | None]) -> bool:
-    """Whether the median of the second half lies below that of the first by more than two standard errors.
+    """Whether the losses have a downward trend beyond chance, by two standard deviations of the Mann-Kendall statistic.
 
-    The error is estimated from the spread within the halves. Losses that are unknown or not finite are left out; with fewer than eight
-    known ones the answer is no.
+    It counts, over all pairs, how often the later loss is the lower one (Mann, "Nonparametric tests against trend",
+    Econometrica 13, 1945): no shape of the curve or of the noise is assumed. Losses that are unknown or not finite are
+    left out; with fewer than eight known ones the answer is no.
     """
     known = [loss for loss in losses if loss is not None and math.isfinite(loss)]
-    half = len(known) // 2
-    if half < 4:
+    count = len(known)
+    if count < 8:
         return False
-    early, late = list(islice(known, half)), known[-half:]
-    centers = median(early), median(late)
-    spread = median(abs(loss - center) for part, center in ((early, centers[0]), (late, centers[1])) for loss in part)
-    error = _MEDIAN_ERROR * MAD_TO_SIGMA * spread * math.sqrt(2.0 / half)
-    return centers[0] - centers[1] > 2.0 * error
+    falls = sum((late < early) - (late > early) for early, late in combinations(known, 2))
+    return falls > 2.0 * math.sqrt(count * (count - 1) * (2 * count + 5) / 18.0)

@@ -56,7 +56,7 @@ class DepthProfile:
             if len(ratios) == self._steps:
                 self._stacks.remove(stack)
                 ratio = middle(sorted(ratios))
-                if ratio < self._limit or ratio > 1.0 / self._limit:
+                if ratio < self._limit or ratio * self._limit > 1.0:
                     yield self._finding(stack, profile, ratio, seen)
         if self._tries <= 0:
             self._stacks.clear()
@@ -65,10 +65,11 @@ class DepthProfile:
         first, last = next(iter(profile)), next(reversed(profile))
         how = "smaller" if ratio < 1.0 else "larger"
         apart = 1.0 / ratio if ratio < 1.0 else ratio
+        where = f"`{stack.path}`" if stack.path else "the model"
         return finding(
             "GG205",
-            f"In {stack.path or 'the model'} ({stack.kind} of {len(stack.blocks)} blocks) the gradient of {first} is "
-            f"{apart:.1e} times {how} than that of {last}: {number(profile[first])} against {number(profile[last])} "
+            f"In {where} ({stack.kind} of {len(stack.blocks)} blocks) the gradient of block `{first}` is "
+            f"{apart:.1e} times {how} than that of `{last}`: {number(profile[first])} against {number(profile[last])} "
             f"per weight (root mean square, median ratio of the first {self._steps} steps).",
             likely=["saturation" if ratio < 1.0 else "growing"],
             step=seen.step,

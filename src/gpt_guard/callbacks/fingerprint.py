@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from gpt_guard.fingerprint import (
     weights_digest,
 )
 from gpt_guard.fingerprint.findings import config_finding, part_finding, tokenizer_finding
+from gpt_guard.fingerprint.record import Files, as_paths
 from gpt_guard.fingerprint.stamp_file import NAME, StampFile, read_stamp, write_stamp
 from gpt_guard.records import Finding, Moment, Observation
 
@@ -46,13 +46,13 @@ class CheckpointFingerprint(Guard):
         tokenizer: Any = None,
         config: Any = None,
         *,
-        data: Iterable[str | os.PathLike[str]] = (),
+        data: Files = (),
         texts: Mapping[str, str] | None = None,
         weights: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.config = config
-        self._data = [data] if isinstance(data, (str, os.PathLike)) else list(data)
+        self._data = as_paths(data)
         self._texts = dict(texts or {})
         self._weights = weights
         self._compared: dict[str, str] = {}

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from gpt_guard.callbacks.base import Guard
-from gpt_guard.callbacks.blame import blame
-from gpt_guard.callbacks.finite_words import (
-    bad_batch,
-    bad_gradient,
-    bad_loss,
-    bad_output,
-    bad_output_late,
-    bad_parameter,
-    mask_seen,
-    scaler_stuck,
-    step_made,
-)
-from gpt_guard.hooks.forward import Place
+from gpt_guard.callbacks.blame import Blame, Shown, blame
+from gpt_guard.callbacks.finite_gradients import bad_gradient
+from gpt_guard.callbacks.finite_late import LateReadings
+from gpt_guard.callbacks.finite_loss import is_loss, loss_of_module, loss_outside
+from gpt_guard.callbacks.finite_state import bad_after_step, bad_at_start, bad_before_use
+from gpt_guard.callbacks.finite_words import bad_from_outside, bad_output, mask_seen, module_name, scaler_stuck
+from gpt_guard.hooks.frames import user_line
+from gpt_guard.hooks.outputs import measure
 from gpt_guard.hooks.reach import reaches
 from gpt_guard.hooks.state import StateWatch
-from gpt_guard.hooks.tensors import describe, is_bad, looks_bad, readable, total, walk, watchable
+from gpt_guard.hooks.tensors import describe, looks_bad, walk
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Observation, TensorStats
 
@@ -40,7 +35,8 @@ class FiniteGuard(Guard):
     said, so finite values that only overflow the sum stay quiet. On an accelerator minimum and maximum of each input
     and output wait on the device and are read once, before `step()`. -inf without NaN or +inf is what masks look like:
     it is recorded (GG109), not halted on. Integer tensors have nothing to test; sharded ones are tested by their local
-    part; quantized, nested and meta tensors are listed as not watched.
+    part; quantized, nested and meta tensors are listed as not watched. Modules with hooks do not take torch's fast path
+    for inference (nn.TransformerEncoderLayer, nn.MultiheadAttention): they compute the same by their usual one.
 
     - `ignore`: patterns of module paths whose outputs are not tested, e.g. `["head.*"]`; the rest is watched as usual.
     - `outputs`, `gradients`, `parameters`, `buffers`: what to watch; the loss always is.
@@ -62,128 +58,164 @@ class FiniteGuard(Guard):
         self.gradients = gradients
         self.parameters = parameters
         self.buffers = buffers
-        self._poisoned = False
         self._masks: set[int] = set()
-        self._places: list[Place] = []
         self._skipped = 0
-        self._grad_names: list[str] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        # A forward that went bad is told once; so is a step, whose gradients follow from it.
+        self._bad_forward = False
+        self._bad_step = False
+        self._micro_batch = 0
+        self._untouched: dict[int, int] = {}
+        self._loss: Tensor | None = None
+        self._late = LateReadings()
 
     def attach(self, watch: Watch) -> None:
         """Look at parameters and buffers once, then hook the forward."""
         super().attach(watch)
+        self._state = StateWatch(watch.model, parameters=self.parameters, buffers=self.buffers)
         watch.forward_begins.append(self._forward_begins)
         watch.forward_ended.append(self._forward_ended)
         if self.outputs:
             watch.tap.watch_outputs(self._suspect, self.ignore)
-        self._check_state_at_start()
+        bad = self._state.settle()
+        self._untouched = self._state.buffer_versions()
+        for name, stats in bad.items():
+            if name in watch.parameters and not stats.only_neg_inf:
+                watch.submit(bad_at_start(watch, name, stats))
 
     def detach(self) -> None:
         """Drop what belongs to this stretch of the run."""
-        self._places = []
-        self._poisoned = False
+        self._begin()
         super().detach()
 
     def blind_spots(self) -> Iterable[str]:
         """Ignored modules and tensors of a kind that cannot be tested."""
         return sorted(self.watch.tap.unwatched)
 
-    def _check_state_at_start(self) -> None:
-        watch = self.watch
-        self._state = StateWatch(watch.model, parameters=self.parameters, buffers=self.buffers)
-        for name, stats in self._state.settle().items():
-            if name in watch.parameters and not stats.only_neg_inf:
-                watch.submit(bad_parameter(watch, name, stats, Moment.START))
-
     # Forward, where reading is free.
 
     def _forward_begins(self) -> None:
-        self._poisoned = False
+        self._bad_forward = False
         watch = self.watch
-        if not watch.immediate or watch.tap.inputs is None:
-            return
-        args, kwargs = watch.tap.inputs
+        if not watch.immediate:
+            # What methods of the model have called since; it belongs to no forward of the model itself.
+            self._late.keep_forward(watch, self._micro_batch, self._untouched, evaluation=False)
+        self._untouched = self._state.buffer_versions()
+        if watch.immediate and self.outputs and watch.tap.inputs is not None:
+            self._test_batch(*watch.tap.inputs)
+
+    def _test_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for position, tensor in walk({**dict(enumerate(args)), **kwargs}):
-            values = readable(tensor) if watchable(tensor) else None
-            if values is None or math.isfinite(total(values).item()):
-                continue
-            if (stats := looks_bad(tensor)) is not None:
-                self._poisoned = True
-                watch.submit(bad_batch(watch, position, stats))
+            number = measure(self.watch.tap, 0, tensor)
+            if number - number != 0.0 and (stats := looks_bad(tensor)) is not None:
+                self._accuse(Blame(None, Shown.read(position, stats), 0), None, self._here_now())
                 return
 
-    def _suspect(self, index: int, position: str, tensor: Tensor, inputs: Any) -> None:
-        if self._poisoned or (stats := describe(tensor)) is None:
+    def _here_now(self) -> dict[str, Any]:
+        return self._here(self._micro_batch, evaluation=self.watch.evaluation) | {"where": user_line()}
+
+    def _here(self, micro_batch: int, *, evaluation: bool) -> dict[str, Any]:
+        place = {"step": self.watch.step, "moment": Moment.FORWARD, "evaluation": evaluation}
+        return place if evaluation else {**place, "micro_batch": micro_batch}
+
+    def _suspect(self, index: int, position: str, tensor: Tensor, entering: bool) -> None:
+        if self._bad_forward or (stats := describe(tensor)) is None:
             return
         watch = self.watch
         if stats.only_neg_inf:
-            if index not in self._masks:
-                self._masks.add(index)
-                watch.submit(mask_seen(watch, index, position, stats))
+            self._note_mask(index, Shown.read(position, stats), self._here_now())
             return
-        self._poisoned = True
-        culprit = blame(watch.tap, index, tensor, inputs)
-        if culprit.state is not None:
-            self._state.ignore(culprit.state[0])
-        watch.submit(bad_output(watch, culprit, index, position, stats))
+        culprit = blame(watch.tap, index, position, tensor, entering=entering, untouched=self._untouched)
+        self._accuse(culprit, tensor, self._here_now())
+
+    def _note_mask(self, index: int, shown: Shown, here: dict[str, Any]) -> None:
+        if index not in self._masks:
+            self._masks.add(index)
+            self.watch.submit(mask_seen(self.watch, index, shown, here))
+
+    def _accuse(self, culprit: Blame, tensor: Tensor | None, here: dict[str, Any]) -> None:
+        self._bad_forward = self._bad_step = True
+        self.watch.submit(self._word(culprit, tensor, here))
+
+    def _word(self, culprit: Blame, tensor: Tensor | None, here: dict[str, Any]) -> Finding:
+        watch, state = self.watch, culprit.state
+        if state is not None:
+            assert culprit.maker is not None
+            name = watch.name_of(state.tensor) or state.name
+            known = "entry" if name in self._state.at_start else "good" if self._state.watches(name) else "unknown"
+            self._state.ignore(name)
+            return bad_before_use(watch, state, module_name(watch, culprit.maker), known, here)
+        if culprit.maker is None:
+            return bad_from_outside(watch, culprit, here)
+        if is_loss(watch, culprit):
+            return loss_of_module(watch, culprit, tensor, self._mask_names(), here)
+        return bad_output(watch, culprit, here)
+
+    def _mask_names(self) -> list[str]:
+        return [self.watch.tap.names[index] for index in sorted(self._masks)]
 
     # Forward, where it is not: what waited is put into the ledger.
 
     def _forward_ended(self, _output: Any) -> None:
-        if not self.watch.immediate and self.watch.evaluation:
-            self._put_forward()
-
-    def _put_forward(self) -> None:
-        tap = self.watch.tap
-        for place, value in enumerate(tap.waiting, start=len(self._places)):
-            self.watch.ledger.put(f"finite.{place}", value)
-        self._places.extend(tap.places)
-        tap.waiting.clear()
-        tap.places.clear()
+        if not self.watch.immediate:
+            watch = self.watch
+            self._late.keep_forward(watch, self._micro_batch, self._untouched, evaluation=watch.evaluation)
 
     # Loss and gradients.
 
     def before_backward(self, loss: Tensor) -> None:
         """Test the loss itself before anything depends on it."""
         watch = self.watch
-        if not watch.immediate:
+        # Until the step, to tell the order of backward if a gradient is bad; its saved tensors are freed by then.
+        self._loss = loss
+        if not watch.immediate or self._bad_forward:
             return
-        stats = looks_bad(loss) or describe(loss)
-        if stats is not None and not self._poisoned and reaches(loss, watch.tracked.values()):
-            self._poisoned = True
-            watch.submit(bad_loss(watch, loss.item() if loss.numel() == 1 else math.nan, stats))
+        stats = describe(loss)
+        if stats is not None and reaches(loss, watch.tracked.values()):
+            value = loss.item() if loss.numel() == 1 else math.nan
+            self._bad_forward = self._bad_step = True
+            here = {**self._here_now(), "moment": Moment.BEFORE_BACKWARD, "evaluation": False}
+            watch.submit(loss_outside(watch, value, loss, stats, self._mask_names(), here))
 
     def after_backward(self) -> None:
         """Look at the gradients before clipping can spread one NaN to all of them."""
-        watch = self.watch
-        if not self.gradients or watch.grad_norms is None or watch.scaling:
+        watch, norms = self.watch, self.watch.grad_norms
+        micro_batch, self._micro_batch = self._micro_batch, watch.micro_batch
+        if not watch.immediate:
+            self._late.keep_backward(watch, micro_batch, self._loss, gradients=self.gradients and not watch.scaling)
             return
-        if watch.immediate:
-            self._judge_gradients(watch.grad_norms.names, watch.grad_norms.norms, watch.micro_batch)
-        else:
-            watch.ledger.put(f"finite.grads.{watch.micro_batch}", watch.grad_norms.norms)
-            self._grad_names = watch.grad_norms.names
+        if self.gradients and norms is not None and not watch.scaling and not self._bad_step:
+            bad = self._confirmed(norms.names, norms.norms)
+            if bad:
+                self._bad_step = True
+                here = {"step": watch.step, "micro_batch": micro_batch, "where": user_line()}
+                watch.submit(bad_gradient(watch, bad, self._loss, here))
+        self._loss = None
 
-    def _judge_gradients(self, names: list[str], norms: list[float], micro_batch: int) -> None:
-        if self._poisoned or all(norm - norm == 0.0 for norm in norms):
-            return
+    def _confirmed(self, names: list[str], norms: list[float]) -> dict[str, TensorStats]:
         bad: dict[str, TensorStats] = {}
+        if all(norm - norm == 0.0 for norm in norms):
+            return bad
         for name, norm in zip(names, norms, strict=True):
             grad = self.watch.tracked[name].grad
             if norm - norm != 0.0 and grad is not None and (stats := describe(grad)) is not None:
                 bad[name] = stats
-        if bad:
-            self._poisoned = True
-            self.watch.submit(bad_gradient(self.watch, bad, micro_batch))
+        return bad
 
     # Steps.
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Hand what waited to the host read that follows."""
+        self._state.note_before()
         if not self.watch.immediate:
-            self._put_forward()
+            self._late.keep_forward(self.watch, self._micro_batch, self._untouched, evaluation=False)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """One fused norm over parameters and float buffers: NaN and infinity survive it."""
+        self._micro_batch = 0
+        self._state.note_after()
         if (norms := self._state.norms()) is not None:
             self.watch.ledger.put("finite.state", norms)
 
@@ -191,34 +223,42 @@ class FiniteGuard(Guard):
         """What the host read brought: forward and gradients before the step, parameters and buffers after it."""
         if seen.moment is Moment.AFTER_STEP:
             yield from self._judge_state(seen)
-            self._poisoned = False
+            if self.watch.immediate:
+                self._bad_forward = self._bad_step = False
             return
+        if not self.watch.immediate:
+            yield from self._judge_late(seen)
         if seen.skipped:
             self._skipped += 1
+            self._micro_batch = 0
             if self._skipped == _STUCK_SCALER:
                 yield scaler_stuck(self.watch, self._skipped)
         elif seen.moment is Moment.BEFORE_STEP:
             self._skipped = 0
-        if not self.watch.immediate:
-            yield from self._judge_late(seen)
+        if seen.moment is Moment.BEFORE_STEP:
+            self._loss = None
+            if seen.skipped or not self.watch.immediate:
+                self._bad_forward = self._bad_step = False
 
-    def _judge_late(self, seen: Observation) -> Iterable[Finding]:
-        places, self._places = self._places, []
-        for number, place in enumerate(places):
-            extremes = seen.readings.get(f"finite.{number}")
-            if extremes is not None and is_bad(*extremes) and not self._poisoned:
-                self._poisoned = True
-                yield bad_output_late(self.watch, places, number, extremes, evaluation=seen.evaluation)
-        if self._poisoned:
-            return
-        if seen.loss is not None and not math.isfinite(seen.loss):
-            self._poisoned = True
-            yield bad_loss(self.watch, seen.loss, None, where=None)
-            return
-        for name, norms in seen.readings.items():
-            if name.startswith("finite.grads."):
-                self._judge_gradients(self._grad_names, norms, int(name.rpartition(".")[2]))
+    def _judge_late(self, seen: Observation) -> Iterator[Finding]:
+        """One bad forward is told once, and nothing that follows from it in the same step."""
+        watch = self.watch
+        for index, shown, micro_batch, evaluation in self._late.masks(watch, seen.readings):
+            self._note_mask(index, shown, self._here(micro_batch, evaluation=evaluation))
+        for trouble in self._late.troubles(watch, seen.readings):
+            if isinstance(trouble.what, Blame):
+                self._bad_step = self._bad_step or not trouble.evaluation
+                yield self._word(trouble.what, None, self._here(trouble.micro_batch, evaluation=trouble.evaluation))
+            elif not self._bad_step:
+                self._bad_step = True
+                here: dict[str, Any] = {"step": watch.step, "micro_batch": trouble.micro_batch}
+                if isinstance(trouble.what, dict):
+                    yield bad_gradient(watch, trouble.what, trouble.loss, here)
+                else:
+                    here["moment"] = Moment.BEFORE_BACKWARD
+                    yield loss_outside(watch, trouble.what, None, None, self._mask_names(), here)
 
-    def _judge_state(self, seen: Observation) -> Iterable[Finding]:
+    def _judge_state(self, seen: Observation) -> Iterator[Finding]:
         for name, stats in self._state.turned_bad(seen.readings.get("finite.state", [])).items():
-            yield step_made(self.watch, name, stats, seen)
+            written = self._state.written_between(name)
+            yield bad_after_step(self.watch, name, stats, seen, written=written)

@@ -17,7 +17,7 @@ _SHOWN = 6
 
 _SENTENCES = {
     "graph_cut": "ran with gradients enabled, but nothing it computed reached the loss through the graph",
-    "unused_parameter": "ran, and other parameters of the same module got a gradient",
+    "unused_parameter": "ran, and other parameters in it got a gradient",
     "no_grad": "ran only with gradients disabled",
     "unused_layer": "was never called",
     "dead_branch": "was never called, although others of its list were",
@@ -108,7 +108,9 @@ class MissingGradients:
         if path not in self._calls.reach:
             return "unknown"
         if path in self._calls.recorded:
-            return "unused_parameter" if path in gradient_paths else "graph_cut"
+            inside = f"{path}." if path else ""
+            works = any(owner == path or owner.startswith(inside) for owner in gradient_paths)
+            return "unused_parameter" if works else "graph_cut"
         if path in self._calls.unrecorded:
             return "no_grad"
         return "dead_branch" if self._conditional(name) else "unused_layer"
@@ -146,7 +148,7 @@ class MissingGradients:
         after = next((path for path in called[called.index(order[-1]) + 1 :] if path in owners), None)
         if after is None:
             return ""
-        return f" The last of them to be called is {order[-1]}; the next module that got a gradient is {after}."
+        return f" The last of them to be called is `{order[-1]}`; the next module that got a gradient is `{after}`."
 
     def _foreign(self, index: int, names: list[str], seen: Observation) -> Finding:
         return finding(
@@ -163,7 +165,7 @@ class MissingGradients:
 
 def _example(kinds: dict[str, str], kind: str) -> str:
     name = next(name for name, own in kinds.items() if own == kind)
-    return f"The module of {name}"
+    return f"The module of `{name}`"
 
 
 def shown(names: Iterator[str] | list[str] | dict[str, float | None]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from operator import is_
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +40,8 @@ def held(watch: Watch, index: int) -> dict[str, Tensor]:
 class Plan:
     """The measured tensors of one optimizer, in order, and facts about them that only change when the plan does.
 
-    `names`, `tensors`, `groups` (index of the param group), `own` (the model holds it) and `frozen` run in parallel;
-    `left_out` names tensors that cannot be compared.
+    `names`, `tensors`, `groups` (index of the param group), `own` (the model holds it), `trains` and `half` run in
+    parallel; `left_out` names tensors that cannot be compared.
     """
 
     def __init__(self, watch: Watch, index: int, size: int | None) -> None:
@@ -54,19 +56,29 @@ class Plan:
         self.groups = [group_of[id(tensor)] for tensor in self.tensors]
         self.own = [id(tensor) in model for tensor in self.tensors]
         self.trains = [tensor.requires_grad for tensor in self.tensors]
-        self.half = any(tensor.dtype.itemsize < torch.float32.itemsize for tensor in self.tensors)
-        self._ids = _ids(optimizer)
+        self.half = [tensor.dtype.itemsize < torch.float32.itemsize for tensor in self.tensors]
+        self.any_half = any(self.half)
+        self.any_frozen = not all(self.trains)
+        self._members = [list(group["params"]) for group in optimizer.param_groups]
+        self._spoilt = False
+        # torch's own optimizers write in place; one written by hand may assign `p.data = ...` within step().
+        self._in_place = type(optimizer).__module__.startswith("torch.optim.")
         self._plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in self.tensors)
         self._pointers = self._addresses()
         self._samplers = samplers([value for value in values.values() if value is not None], size)
 
     def outdated(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer holds other tensors by now, or one has other storage or was frozen; no device work."""
-        return (
-            _ids(optimizer) != self._ids
-            or self._addresses() != self._pointers
-            or [tensor.requires_grad for tensor in self.tensors] != self.trains
-        )
+        groups = optimizer.param_groups
+        if self._spoilt or len(groups) != len(self._members):
+            return True
+        for group, members in zip(groups, self._members, strict=True):
+            params = group["params"]
+            if len(params) != len(members) or not all(map(is_, params, members)):
+                return True
+        if self._addresses() != self._pointers:
+            return True
+        return [tensor.requires_grad for tensor in self.tensors] != self.trains
 
     def take(self) -> None:
         """Remember the values before the step."""
@@ -75,13 +87,13 @@ class Plan:
 
     def change(self) -> list[Change]:
         """What the step did. Empty if the step gave tensors another dtype or shape, which leaves nothing to compare."""
-        addresses = self._addresses()
+        addresses = self._pointers if self._in_place else self._addresses()
         if addresses != self._pointers:
-            # An optimizer that assigns `p.data = ...` leaves our views on the old storage.
+            # Our views are on the old storage.
             values = [local(tensor) for tensor in self.tensors]
             self._pointers = addresses
             if not all(sampler.rebind(values) for sampler in self._samplers):
-                self._ids = []
+                self._spoilt = True
                 return []
         return [sampler.change() for sampler in self._samplers]
 
@@ -92,18 +104,42 @@ class Plan:
         return [-1 if value is None else value.data_ptr() for value in values]
 
 
-def _ids(optimizer: Optimizer) -> list[int]:
-    return [id(tensor) for group in optimizer.param_groups for tensor in group["params"]]
+class Columns:
+    """The measurements of one step on the host, in the order of the plan's names, unpacked only when asked for.
+
+    `norm` is that of the change; `share` the share of elements that changed, known for half types only and elsewhere
+    the same as `norm`: there it only matters whether it is zero. `ratio` is the overall update-to-weight ratio, NaN
+    where nothing counts; `largest` the largest absolute change.
+    """
+
+    def __init__(self, changes: Sequence[Change], vectors: Sequence[list[float]], count: int) -> None:
+        self._groups = [(change.places, vector) for change, vector in zip(changes, vectors, strict=True)]
+        self._count = count
+        self.norm = self._column(0)
+        halves = any([_has_share(places, vector) for places, vector in self._groups])
+        self.share = self._column(2) if halves else self.norm
+        moved = math.hypot(*[vector[-3] for vector in vectors])
+        held = math.hypot(*[vector[-2] for vector in vectors])
+        self.ratio = moved / held if held > 0.0 else math.nan
+        self.largest = max([vector[-1] for vector in vectors])
+
+    def _column(self, number: int) -> list[float]:
+        if len(self._groups) == 1:
+            start = number * self._count
+            return self._groups[0][1][start : start + self._count]
+        column = [0.0] * self._count
+        for places, vector in self._groups:
+            # A group without shares answers with its norms.
+            start = len(places) * (number if number < 2 or _has_share(places, vector) else 0)
+            for place, value in zip(places, vector[start : start + len(places)], strict=True):
+                column[place] = value
+        return column
+
+    def ratios(self) -> list[float]:
+        """The ratio of each name; infinite for what was zero before and moved."""
+        rows = zip(self.norm, self._column(1), strict=True)
+        return [norm / weight if weight > 0.0 else math.inf if norm else 0.0 for norm, weight in rows]
 
 
-def unpack(changes: Sequence[Change], vectors: Sequence[Sequence[float]], count: int) -> list[list[float]]:
-    """Shares, norms of the change and norms of the values before, each in the order of the plan's names."""
-    columns = [[0.0] * count for _ in range(3)]
-    for change, vector in zip(changes, vectors, strict=True):
-        width = len(change.places)
-        if width == count:
-            return [list(vector[:width]), list(vector[width : 2 * width]), list(vector[2 * width :])]
-        for column in range(3):
-            for place, value in zip(change.places, vector[column * width : (column + 1) * width], strict=True):
-                columns[column][place] = value
-    return columns
+def _has_share(places: list[int], vector: list[float]) -> bool:
+    return len(vector) > 2 * len(places) + 3

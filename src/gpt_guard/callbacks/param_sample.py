@@ -1,13 +1,14 @@
 """What a step did to tensors, measured: a fixed sample of each tensor before and after, or all of it.
 
-Nothing here reads the device. Differences are taken between the values as they are stored, so "did it change" is exact
-for every dtype; only then are half types widened to float32 for the norms.
+Nothing here reads the device. Values are compared as they are stored: half types are widened to float32 first, which
+is exact. A norm of zero is a suspicion and no more, since squares below 1e-45 vanish: param_confirm compares element by
+element.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,90 +22,100 @@ _NARROW = 4
 class Change:
     """What one group of tensors did in a step, still on the device.
 
-    `vector` is 1-D, `[3 * n]`: for each of the n tensors at `places` the share of its measured elements that changed
-    (or, for float32 and wider, the largest absolute change: only zero or not matters there), then the norm of the
-    change, then the norm of the values before. `moved` and `weight` are the squared norms over all matrices, scaled up
-    from sample to tensor; `largest` is the largest absolute change.
+    `vector` is 1-D and holds for each of the n tensors at `places` the norm of its change, then the norms of the values
+    before; for half types the shares of measured elements that changed follow. Its last three entries are the norms of
+    change and values over all that counts towards the overall ratio, as estimated from the sample, and the largest
+    absolute change.
     """
 
     places: list[int]
     vector: Tensor
-    moved: Tensor
-    weight: Tensor
-    largest: Tensor
 
 
 class Rows:
     """Tensors of one device and dtype, each seen through a view of at most `size` elements.
 
-    A view shares its storage with the tensor, so taking the sample is one concatenation. Short tensors are padded with
-    zeros that never change, which makes every row equally long and lets one reduction serve all of them.
+    A view shares its storage with the tensor, so taking the sample is one fused copy. Rows of short tensors end in
+    zeros that never change: equally long rows let one reduction serve all of them.
     """
 
-    def __init__(self, places: list[int], tensors: Sequence[Tensor], size: int) -> None:
+    def __init__(self, places: list[int], tensors: Sequence[Tensor], counts: Sequence[bool], size: int) -> None:
         first = tensors[0]
         self.places = places
         self._size = size
         self._narrow = first.dtype.itemsize < _NARROW
-        pad = first.new_zeros(size)
-        self._like = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors]
-        views = [sample_view(tensor, size) for tensor in tensors]
-        self._pad = pad
-        self._views = self._padded(views)
-        shape = (len(tensors) * size,)
-        self._before = first.new_zeros(shape)
-        self._after = first.new_zeros(shape)
+        self._like = [_layout(tensor) for tensor in tensors]
+        self._views = [sample_view(tensor, size) for tensor in tensors]
+        # Change and values in one buffer, so that one reduction gives the norms of both. All results have their place in
+        # one vector from the start: on the CPU each allocation or join costs as much as the arithmetic.
+        self._both = first.new_zeros((2, len(tensors), size))
+        self._after, self._before = self._both.unbind(0)
+        self._after_rows, self._before_rows = self._rows(self._after), self._rows(self._before)
         wide = torch.float32 if self._narrow else first.dtype
-        self._share = torch.tensor([1.0 / view.numel() for view in views], dtype=wide, device=first.device)
-        self._scale = torch.tensor(_scales(tensors, views), dtype=wide, device=first.device)
+        lengths = [view.numel() for view in self._views]
+        scale = [
+            math.sqrt(tensor.numel() / length) if counted else 0.0
+            for tensor, length, counted in zip(tensors, lengths, counts, strict=True)
+        ]
+        self._lengths = torch.tensor(lengths, dtype=wide, device=first.device)
+        self._scale = torch.tensor(scale, dtype=wide, device=first.device)
+        parts = 3 if self._narrow else 2
+        self._vector = torch.zeros(parts * len(tensors) + 3, dtype=wide, device=first.device)
+        self._norms = self._vector[: 2 * len(tensors)].view(2, -1)
+        self._shares = self._vector[2 * len(tensors) : -3]
+        self._scaled = torch.zeros_like(self._norms)
+        self._ends, self._largest = self._vector[-3:-1], self._vector[-1]
         self._fresh = True
 
-    def _padded(self, views: Sequence[Tensor]) -> list[Tensor]:
-        return [part for view in views for part in (view, self._pad[view.numel() :]) if part.numel()]
+    def _rows(self, buffer: Tensor) -> list[Tensor]:
+        return [row[: view.numel()] for row, view in zip(buffer.unbind(0), self._views, strict=True)]
 
     def rebind(self, tensors: Sequence[Tensor | None]) -> bool:
         """Look at the same tensors in new storage; False if they are not laid out as before."""
         mine = _alike(self._like, [tensors[place] for place in self.places])
         if mine is not None:
-            self._views = self._padded([sample_view(tensor, self._size) for tensor in mine])
+            self._views = [sample_view(tensor, self._size) for tensor in mine]
         return mine is not None
 
     def take(self) -> None:
         """Remember the values before a step."""
-        torch.cat(self._views, out=self._before)
+        torch._foreach_copy_(self._before_rows, self._views)
 
     def change(self) -> Change:
         """Compare with the values now."""
-        torch.cat(self._views, out=self._after)
-        before, after = self._before.view(-1, self._size), self._after.view(-1, self._size)
+        torch._foreach_copy_(self._after_rows, self._views)
+        # In place: the padding stays zero, and the rows are overwritten by the next step anyway.
+        both, delta, before = self._both, self._after, self._before
         if self._narrow:
-            before, after = before.float(), after.float()
-        delta = after.sub_(before)
-        norm, weight = torch.linalg.vector_norm(delta, 2, 1), torch.linalg.vector_norm(before, 2, 1)
-        extent = delta.abs().amax(1)
+            both = both.float()
+            delta, before = both.unbind(0)
+        delta.sub_(before)
+        torch.linalg.vector_norm(both, 2, 2, out=self._norms)
+        if self._narrow:
+            torch.div((delta != 0).sum(1), self._lengths, out=self._shares)
         if self._fresh:
             # A matrix that starts at zero (an adapter's second half, a zero-initialised projection) has no ratio yet.
             self._fresh = False
-            self._scale *= weight > 0
-        share = (delta != 0).sum(1) * self._share if self._narrow else extent
-        moved, held = norm * self._scale, weight * self._scale
-        vector = torch.cat((share, norm, weight))
-        return Change(self.places, vector, torch.dot(moved, moved), torch.dot(held, held), extent.amax())
+            self._scale *= self._norms[1] > 0
+        torch.mul(self._norms, self._scale, out=self._scaled)
+        torch.linalg.vector_norm(self._scaled, 2, 1, out=self._ends)
+        torch.linalg.vector_norm(delta, math.inf, out=self._largest)
+        return Change(self.places, self._vector)
 
 
 class Full:
     """Tensors of one device and dtype, all elements: exact, at the price of one copy of them in memory."""
 
-    def __init__(self, places: list[int], tensors: Sequence[Tensor], size: int = 0) -> None:
+    def __init__(self, places: list[int], tensors: Sequence[Tensor], counts: Sequence[bool]) -> None:
         first = tensors[0]
         self.places = places
         self._narrow = first.dtype.itemsize < _NARROW
-        self._like = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors]
+        self._like = [_layout(tensor) for tensor in tensors]
         self._tensors = [tensor.detach() for tensor in tensors]
         self._copies = [torch.empty_like(tensor) for tensor in self._tensors]
         wide = torch.float32 if self._narrow else first.dtype
-        self._sizes = torch.tensor([float(tensor.numel()) for tensor in tensors], dtype=wide, device=first.device)
-        self._scale = torch.tensor([float(tensor.dim() >= 2) for tensor in tensors], dtype=wide, device=first.device)
+        self._lengths = torch.tensor([float(tensor.numel()) for tensor in tensors], dtype=wide, device=first.device)
+        self._scale = torch.tensor([float(counted) for counted in counts], dtype=wide, device=first.device)
         self._fresh = True
 
     def rebind(self, tensors: Sequence[Tensor | None]) -> bool:
@@ -124,27 +135,30 @@ class Full:
         if self._narrow:
             before, after = [tensor.float() for tensor in before], [tensor.float() for tensor in after]
         delta = list(torch._foreach_sub(after, before))
-        norm = torch.stack(torch._foreach_norm(delta, 2))
-        weight = torch.stack(torch._foreach_norm(before, 2))
-        extent = torch.stack(torch._foreach_norm(delta, math.inf))
+        norms = torch.stack(torch._foreach_norm(delta + before, 2)).view(2, -1)
+        largest = torch.stack(torch._foreach_norm(delta, math.inf)).amax()
+        parts = [norms.view(-1)]
+        if self._narrow:
+            parts.append(torch.stack([torch.count_nonzero(each) for each in delta]) / self._lengths)
         if self._fresh:
             self._fresh = False
-            self._scale *= weight > 0
-        counts = [torch.count_nonzero(each) for each in delta] if self._narrow else []
-        share = torch.stack(counts) / self._sizes if counts else extent
-        moved, held = norm * self._scale, weight * self._scale
-        vector = torch.cat((share, norm, weight))
-        return Change(self.places, vector, torch.dot(moved, moved), torch.dot(held, held), extent.amax())
+            self._scale *= norms[1] > 0
+        parts += [torch.linalg.vector_norm(norms * self._scale, 2, 1), largest.view(1)]
+        return Change(self.places, torch.cat(parts))
 
 
 Sampler = Rows | Full
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
 
+def _layout(tensor: Tensor) -> Layout:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
 def _alike(like: Sequence[Layout], tensors: Sequence[Tensor | None]) -> list[Tensor] | None:
     """The tensors, if each is laid out as it was before; None otherwise."""
     found = [tensor for tensor in tensors if tensor is not None]
-    return found if [(t.shape, t.stride(), t.dtype, t.device) for t in found] == list(like) else None
+    return found if [_layout(tensor) for tensor in found] == list(like) else None
 
 
 def samplers(tensors: Sequence[Tensor], size: int | None) -> list[Sampler]:
@@ -152,21 +166,24 @@ def samplers(tensors: Sequence[Tensor], size: int | None) -> list[Sampler]:
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, tensor in enumerate(tensors):
         groups.setdefault((tensor.device, tensor.dtype), []).append(place)
-    make: Callable[..., Any] = Full if size is None else Rows
-    return [make(places, [tensors[place] for place in places], size) for places in groups.values()]
+    matrices = any(tensor.dim() >= 2 for tensor in tensors)
+    found: list[Sampler] = []
+    for places in groups.values():
+        members = [tensors[place] for place in places]
+        counts = [bool(tensor.dim() >= 2 or not matrices) for tensor in members]
+        found.append(Full(places, members, counts) if size is None else Rows(places, members, counts, size))
+    return found
 
 
 def overall(changes: Sequence[Change]) -> tuple[Tensor, Tensor]:
-    """Update-to-weight ratio over all matrices (NaN without any) and the largest change, as device scalars."""
+    """Update-to-weight ratio over all that counts (NaN without any) and the largest change, as device scalars."""
     if len(changes) == 1:
-        only = changes[0]
-        return (only.moved / only.weight).sqrt(), only.largest
-    device = changes[0].moved.device
-    sums = [
-        torch.stack([getattr(each, field).to(device, torch.float32) for each in changes])
-        for field in ("moved", "weight", "largest")
-    ]
-    return (sums[0].sum() / sums[1].sum()).sqrt(), sums[2].amax()
+        moved, held, largest = changes[0].vector[-3:].unbind()
+        return moved / held, largest
+    device = changes[0].vector.device
+    ends = torch.stack([change.vector[-3:].to(device, torch.float32) for change in changes])
+    moved, held = torch.linalg.vector_norm(ends[:, :2], 2, 0)
+    return moved / held, ends[:, 2].amax()
 
 
 def local(tensor: Tensor) -> Tensor | None:
@@ -212,9 +229,3 @@ def _flat(tensor: Tensor) -> Tensor:
     index: list[Any] = [length // 2 for length in tensor.shape]
     index[longest] = slice(None)
     return tensor[tuple(index)]
-
-
-def _scales(tensors: Sequence[Tensor], views: Sequence[Tensor]) -> list[float]:
-    """What turns the norm over a sample into an estimate of the norm over the tensor; 0 for what is no matrix."""
-    pairs = zip(tensors, views, strict=True)
-    return [math.sqrt(tensor.numel() / view.numel()) if tensor.dim() >= 2 else 0.0 for tensor, view in pairs]

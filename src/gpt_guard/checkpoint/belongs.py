@@ -98,7 +98,7 @@ def _verify_contents(stored: Stored, voice: Voice) -> list[str]:
             f"{part} in {stored.path} have digest {ours[:SHORT]}, but {theirs[:SHORT]} was recorded when it was saved"
         )
         evidence: dict[str, Any] = {"part": part, "recorded": theirs, "found": ours}
-        voice.say("GG703", seen, likely=["damaged"], evidence=evidence, cause_id=part)
+        voice.say("GG703", seen, known=["damaged"], evidence=evidence, cause_id=part)
     return agreed
 
 
@@ -107,7 +107,7 @@ def _say_blind(stored: Stored, absent: list[str], any_carried: bool, voice: Voic
         seen = (
             f"{stored.path} carries no fingerprint: whether it belongs to this tokenizer, config and data is not known"
         )
-        voice.say("GG704", seen, likely=["foreign"])
+        voice.say("GG704", seen, known=["foreign"])
     elif absent:
         seen = f"{stored.path} carries no fingerprint of {', '.join(map(printable, absent))}: not compared"
-        voice.say("GG704", seen, likely=["part"], evidence={"parts": list(absent)})
+        voice.say("GG704", seen, known=["part"], evidence={"parts": list(absent)})

@@ -21,11 +21,15 @@ MAX_CANDIDATES = 200
 
 def clues(found: Match, model: nn.Module, saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> list[Clue]:
     """Return the likely causes in order, strongest first."""
+    prefixed = list(_prefix(found))
     if found.total and len(found.missing) == found.total and len(found.unexpected) > 0:
-        strong = [*_prefix(found), *_renamed(found)]
-        return strong or [Clue("other_model", "no name in the checkpoint is one of the model's")]
+        return (
+            prefixed
+            or list(_renamed(found))
+            or [Clue("other_model", "no name in the checkpoint is one of the model's")]
+        )
     return [
-        *_prefix(found),
+        *prefixed,
         *_layers(found, model),
         *size_clues(found, model, saved or {}, now or {}),
         *_kinds(found),
@@ -33,7 +37,7 @@ def clues(found: Match, model: nn.Module, saved: Mapping[str, Any] | None, now: 
         *_adapter(found),
         *_bias(found),
         *_buffers(found, model),
-        *_renamed(found),
+        *([] if prefixed else _renamed(found)),
     ]
 
 
@@ -46,7 +50,7 @@ def _prefix(found: Match) -> Iterator[Clue]:
         sample = list(shorter)[:SAMPLE]  # names in a file can be many; each of these is compared with all others
         fronts = Counter(name.removesuffix(short) for short in sample for name in longer if name.endswith(f".{short}"))
         for prefix, _ in fronts.most_common(1):
-            count = sum(f"{prefix}{short}" in longer for short in shorter)
+            count = sum(_kind(short, w) == _kind(short, longer.get(f"{prefix}{short}")) for short, w in shorter.items())
             if 2 * count > len(shorter):
                 shown = printable(prefix)
                 new = f'name.removeprefix("{shown}")' if longer is found.unexpected else f'"{shown}" + name'
@@ -72,7 +76,8 @@ def _layers(found: Match, model: nn.Module) -> Iterator[Clue]:
             for number in ours.get(container, set())
             if f"{container}.{number}" in present and _all_missing(found, model, f"{container}.{number}")
         }
-        if have and (extra or lost) and not (extra and lost):
+        # With all of them gone it is another name for the container, not another count.
+        if lost != have and (extra or lost) and not (extra and lost):
             count = len(have) + len(extra) - len(lost)
             yield Clue("layers", f"the checkpoint has {count} of `{printable(container)}.N`, the model {len(have)}")
 

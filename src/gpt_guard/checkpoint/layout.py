@@ -49,8 +49,8 @@ class Stored:
     stamp: Stamp
     weights: Mapping[str, Any]
     optimizers: tuple[dict[str, Any], ...] = ()
-    scheduler: dict[str, Any] | None = None
-    scaler: dict[str, Any] | None = None
+    schedulers: tuple[dict[str, Any], ...] = ()
+    scalers: tuple[dict[str, Any], ...] = ()
     step: int | None = None
     config: dict[str, Any] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
@@ -69,15 +69,13 @@ def take_apart(path: Path, payload: Any, voice: Voice) -> Stored:
     if not isinstance(weights, Mapping) or not _is_state_dict(weights):
         inside = f" (its keys are {some(payload)})" if payload else ""
         _refuse(path, f"holds a dict without model weights{inside}; looked for {', '.join(MODEL_KEYS)}", voice)
-    optimizer = _take(rest, OPTIMIZER_KEYS)
-    listed = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     return Stored(
         path=path,
         stamp=_stamp(path, rest, voice),
         weights=weights,
-        optimizers=tuple(dict(state) for state in listed if isinstance(state, Mapping)),
-        scheduler=_mapping(_take(rest, SCHEDULER_KEYS)),
-        scaler=_mapping(_take(rest, SCALER_KEYS)),
+        optimizers=_states(_take(rest, OPTIMIZER_KEYS)),
+        schedulers=_states(_take(rest, SCHEDULER_KEYS)),
+        scalers=_states(_take(rest, SCALER_KEYS)),
         step=_step(rest),
         config=_config(rest),
         extra=rest,
@@ -98,9 +96,10 @@ def _take(rest: dict[str, Any], keys: tuple[str, ...]) -> Any:
     return None
 
 
-def _mapping(value: Any) -> dict[str, Any] | None:
-    first = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
-    return dict(first) if isinstance(first, Mapping) else None
+def _states(value: Any) -> tuple[dict[str, Any], ...]:
+    """One state or several."""
+    listed = value if isinstance(value, (list, tuple)) else [value]
+    return tuple(dict(state) for state in listed if isinstance(state, Mapping))
 
 
 def _stamp(path: Path, rest: dict[str, Any], voice: Voice) -> Stamp:
@@ -140,4 +139,4 @@ def _kind(payload: Any) -> str:
 
 
 def _refuse(path: Path, what: str, voice: Voice) -> NoReturn:
-    voice.refuse("GG707", f"{path} {what}", likely=["payload"])
+    voice.refuse("GG707", f"{path} {what}", known=["payload"])

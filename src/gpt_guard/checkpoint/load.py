@@ -19,6 +19,7 @@ from gpt_guard.checkpoint.read import read_payload
 from gpt_guard.checkpoint.say import OnFinding, Voice
 from gpt_guard.checkpoint.weights import copy_weights, fit_weights
 from gpt_guard.fingerprint import Fingerprint, unwrap
+from gpt_guard.fingerprint.naming import some
 from gpt_guard.hooks.optimizer import unwrap as plain_optimizers
 from gpt_guard.records import Finding, Record
 
@@ -83,17 +84,17 @@ def load_checkpoint(
     )
     found = fit_weights(bare, stored, settings, strict, voice)
     _check_optimizers(bare, stored, optimizers, strict, voice)
-    for name, part, state in (("scheduler", scheduler, stored.scheduler), ("scaler", scaler, stored.scaler)):
-        _check_part(stored, name, part, state, voice)
+    schedulers, scalers = _listed(scheduler), _listed(scaler)
+    _check_parts(stored, "scheduler", schedulers, stored.schedulers, voice)
+    _check_parts(stored, "scaler", scalers, stored.scalers, voice)
     _warn_of_non_finite(bare, stored, found.state, voice)
     with _Undo(optimizers) as undo:
         for one, state in zip(optimizers, stored.optimizers, strict=False):
             _load_optimizer(one, state, stored, voice)
         copy_weights(bare, found, stored, strict, voice)
         undo.keep()
-    for part, state in ((scheduler, stored.scheduler), (scaler, stored.scaler)):
-        if part is not None and state is not None:
-            part.load_state_dict(state)
+    for part, saved in (*zip(schedulers, stored.schedulers, strict=False), *zip(scalers, stored.scalers, strict=False)):
+        part.load_state_dict(saved)
     return LoadedCheckpoint(
         path=str(path),
         step=stored.step,
@@ -130,11 +131,11 @@ def _check_optimizers(
     if here and not there:
         seen = f"{stored.path} holds no optimizer state; {here} optimizer(s) would start afresh"
         if strict:
-            voice.refuse("GG708", seen, likely=["absent"])
-        voice.say("GG708", seen, likely=["absent"], severity="warning")
+            voice.refuse("GG708", seen, known=["absent"])
+        voice.say("GG708", seen, known=["absent"], severity="warning")
     elif here and here != there:
         voice.refuse(
-            "GG708", f"{stored.path} holds the state of {there} optimizers, {here} are given", likely=["groups"]
+            "GG708", f"{stored.path} holds the state of {there} optimizers, {here} are given", known=["groups"]
         )
     saved = stored.stamp.optimizer_parameters
     names = parameter_names(model, optimizers)
@@ -143,22 +144,33 @@ def _check_optimizers(
         if clues := misfits(state, theirs, names[index], one):
             which = f" number {index}" if here > 1 else ""
             seen = f"{type(one).__name__}{which}: {'; '.join(clue.text for clue in clues)} ({stored.path})"
-            voice.refuse("GG708", seen, likely=[clue.cause for clue in clues])
+            voice.refuse("GG708", seen, known=[clue.cause for clue in clues])
 
 
-def _check_part(stored: Stored, name: str, part: Any, state: Mapping[str, Any] | None, voice: Voice) -> None:
-    """A scheduler takes any dict for its attributes, so that the state of another kind must be seen here."""
+def _listed(part: Any) -> list[Any]:
     if part is None:
-        return
-    if state is None:
+        return []
+    return list(part) if isinstance(part, (list, tuple)) else [part]
+
+
+def _check_parts(
+    stored: Stored, name: str, parts: list[Any], states: Sequence[Mapping[str, Any]], voice: Voice
+) -> None:
+    """A scheduler takes any dict for its attributes, so that the state of another kind must be seen here."""
+    if parts and not states:
         seen = f"{stored.path} holds no {name} state: the {name} starts afresh"
-        voice.say("GG708", seen, likely=["absent"], severity="warning", cause_id=name)
+        voice.say("GG708", seen, known=["absent"], severity="warning", cause_id=name)
         return
-    ours = part.state_dict()
-    more, less = sorted(state.keys() - ours.keys()), sorted(ours.keys() - state.keys())
-    if more and (less or (name == "scheduler" and any(hasattr(part, key) for key in more))):
-        seen = f"{name} state in {stored.path} is not that of a {type(part).__name__}: it has {', '.join(more[:4])}"
-        voice.refuse("GG708", seen + (f" and lacks {', '.join(less[:4])}" if less else ""), likely=["scheduler"])
+    if parts and len(parts) != len(states):
+        seen = f"{stored.path} holds the state of {len(states)} {name}s, {len(parts)} are given"
+        voice.refuse("GG708", seen, known=["scheduler"])
+    for part, state in zip(parts, states, strict=False):
+        ours = part.state_dict()
+        more, less = sorted(state.keys() - ours.keys()), sorted(ours.keys() - state.keys())
+        # A key that is no state of a scheduler but one of its other attributes would replace that.
+        if more and (less or (name == "scheduler" and any(hasattr(part, key) for key in more))):
+            seen = f"{name} state in {stored.path} is not that of a {type(part).__name__}: it has {some(more)}"
+            voice.refuse("GG708", seen + (f" and lacks {some(less)}" if less else ""), known=["scheduler"])
 
 
 def _warn_of_non_finite(model: nn.Module, stored: Stored, state: Mapping[str, Any], voice: Voice) -> None:

@@ -72,8 +72,8 @@ def _kind(groups: list[Any], optimizer: Optimizer) -> Iterator[Clue]:
         there, here = TELLING & theirs.keys(), TELLING & ours.keys()
         if there != here:
             text = (
-                f"the state has {', '.join(sorted(there)) or 'none'} of the settings that tell optimizers apart, "
-                f"{type(optimizer).__name__} has {', '.join(sorted(here)) or 'none'}"
+                f"the state is that of an optimizer with {', '.join(sorted(there)) or 'fewer settings'}; "
+                f"{type(optimizer).__name__} has {', '.join(sorted(here)) or 'none of these'}"
             )
             yield Clue("kind", text)
             return

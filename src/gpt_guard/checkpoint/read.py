@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import stat
 import zipfile
 from collections.abc import Iterable
@@ -11,19 +10,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch.serialization import get_unsafe_globals_in_checkpoint
 
+from gpt_guard.checkpoint.pickles import is_hostile, unsafe_globals
 from gpt_guard.checkpoint.say import Voice
 from gpt_guard.fingerprint.naming import printable, some
-
-_HOSTILE_MODULES = frozenset(
-    {"os", "posix", "nt", "sys", "subprocess", "shutil", "socket", "pty", "ctypes", "importlib", "runpy", "code"}
-    | {"webbrowser", "pickle", "operator"}
-)
-_HOSTILE_BUILTINS = frozenset(
-    {"eval", "exec", "compile", "open", "__import__", "getattr", "setattr", "delattr", "globals", "input", "breakpoint"}
-)
-_GLOBAL_IN_MESSAGE = re.compile(r"GLOBAL ([\w.]+)")
 
 
 def read_payload(path: Path, voice: Voice, max_bytes: int | None) -> Any:
@@ -36,7 +26,7 @@ def read_payload(path: Path, voice: Voice, max_bytes: int | None) -> Any:
     limit = memory_size() if max_bytes is None else max_bytes
     if limit is not None and size > limit:
         seen = f"{path} has {size} bytes; at most {limit} may be read (max_bytes)"
-        voice.refuse("GG707", seen, likely=["too_large"], evidence={"size": size, "limit": limit})
+        voice.refuse("GG707", seen, known=["too_large"], evidence={"size": size, "limit": limit})
     _refuse_other_formats(path, size, voice)
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
@@ -52,14 +42,6 @@ def memory_size() -> int | None:
         return None
 
 
-def unsafe_globals(path: Path, message: str = "") -> list[str]:
-    """Return the functions and classes that a checkpoint would need to import, without importing them."""
-    try:
-        return sorted(get_unsafe_globals_in_checkpoint(path))
-    except Exception:  # the scan knows zip archives only, and a broken one makes it raise anything
-        return sorted(set(_GLOBAL_IN_MESSAGE.findall(message)))
-
-
 def _size(path: Path, voice: Voice) -> int:
     try:
         status = path.stat()
@@ -68,16 +50,16 @@ def _size(path: Path, voice: Voice) -> int:
         near = sorted(item.name for item in folder.iterdir() if item.suffix == path.suffix) if folder.is_dir() else []
         beside = f"; {folder} holds {some(near)}" if near else ""
         gone = "" if folder.is_dir() else f"; its folder {folder} does not exist either"
-        voice.refuse("GG707", f"there is no file {path}{gone}{beside}", likely=["missing"], because=error)
+        voice.refuse("GG707", f"there is no file {path}{gone}{beside}", known=["missing"], because=error)
     except OSError as error:
-        voice.refuse("GG707", f"cannot look at {path}: {error.strerror}", likely=["access"], because=error)
+        voice.refuse("GG707", f"cannot look at {path}: {error.strerror}", known=["access"], because=error)
     if stat.S_ISDIR(status.st_mode):
         inside = some(sorted(item.name for item in path.iterdir()))
-        voice.refuse("GG707", f"{path} is a folder; it holds {inside or 'nothing'}", likely=["folder"])
+        voice.refuse("GG707", f"{path} is a folder; it holds {inside or 'nothing'}", known=["folder"])
     if not stat.S_ISREG(status.st_mode):
-        voice.refuse("GG707", f"{path} is a device, pipe or socket, not a file", likely=["foreign"])
+        voice.refuse("GG707", f"{path} is a device, pipe or socket, not a file", known=["foreign"])
     if status.st_size == 0:
-        voice.refuse("GG707", f"{path} is empty (0 bytes)", likely=["empty"])
+        voice.refuse("GG707", f"{path} is empty (0 bytes)", known=["empty"])
     return status.st_size
 
 
@@ -86,15 +68,15 @@ def _refuse_other_formats(path: Path, size: int, voice: Voice) -> None:
         with path.open("rb") as stream:
             head = stream.read(512)
     except OSError as error:
-        voice.refuse("GG707", f"cannot read {path}: {error.strerror}", likely=["access"], because=error)
+        voice.refuse("GG707", f"cannot read {path}: {error.strerror}", known=["access"], because=error)
     start = f"{path} ({size} bytes)"
     if head[8:10] == b'{"' and int.from_bytes(head[:8], "little") < size:
-        voice.refuse("GG707", f"{start} is a safetensors file", likely=["safetensors"])
+        voice.refuse("GG707", f"{start} is a safetensors file", known=["safetensors"])
     if head.startswith(b"version https://git-lfs"):
         seen = f"{start} is a Git LFS pointer, not the file itself; `git lfs pull` brings that"
-        voice.refuse("GG707", seen, likely=["text"])
+        voice.refuse("GG707", seen, known=["text"])
     if _is_text(head):
-        voice.refuse("GG707", f"{start} is text and begins with {head[:40]!r}", likely=["text"])
+        voice.refuse("GG707", f"{start} is text and begins with {head[:40]!r}", known=["text"])
     if head.startswith(b"PK"):
         _refuse_bad_archive(path, size, voice)
 
@@ -110,49 +92,42 @@ def _refuse_bad_archive(path: Path, size: int, voice: Voice) -> None:
             entries = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as error:
         seen = f"{path} ({size} bytes) begins like a torch checkpoint but has no end: {printable(error)}"
-        voice.refuse("GG707", seen, likely=["truncated"], because=error)
+        voice.refuse("GG707", seen, known=["truncated"], because=error)
     claimed = sum(entry.file_size for entry in entries)
     if claimed > size:  # torch.save stores without compression: only a crafted or repacked archive can hold more
         seen = f"{path} ({size} bytes) claims to hold {claimed} bytes"
-        voice.refuse("GG707", seen, likely=["too_large"], evidence={"size": size, "claimed": claimed})
+        voice.refuse("GG707", seen, known=["too_large"], evidence={"size": size, "claimed": claimed})
     names = [entry.filename for entry in entries]
     if any(name.endswith("/constants.pkl") for name in names):
-        voice.refuse("GG707", f"{path} is a TorchScript archive", likely=["torchscript"])
+        voice.refuse("GG707", f"{path} is a TorchScript archive", known=["torchscript"])
     if not any(name.endswith("/data.pkl") for name in names):
-        voice.refuse("GG707", f"{path} is a zip archive that holds {some(names)}, no data.pkl", likely=["foreign"])
+        voice.refuse("GG707", f"{path} is a zip archive that holds {some(names)}, no data.pkl", known=["foreign"])
 
 
 def _explain(path: Path, size: int, error: Exception, voice: Voice) -> NoReturn:
     start = f"{path} ({size} bytes)"
-    needs = unsafe_globals(path, str(error))
-    if hostile := [name for name in needs if _is_hostile(name)]:
+    needs = unsafe_globals(path)
+    if hostile := [name for name in needs if is_hostile(name)]:
         seen = f"{start} would call {some(hostile)} when unpickled; nothing of it was run"
         fix = (
             "Do not load it by other means (weights_only=False would run it). Get the weights from a source you trust."
         )
-        voice.refuse("GG707", seen, likely=["code"], because=error, fix=fix, evidence={"globals": list(needs)})
+        voice.refuse("GG707", seen, known=["code"], because=error, fix=fix, evidence={"globals": list(needs)})
     if needs:
         voice.refuse(
             "GG707",
             f"{start} holds objects of {some(needs)}; reading them would run their code",
-            likely=["objects"],
+            known=["objects"],
             because=error,
             fix=_plain_data_fix(needs),
             evidence={"globals": list(needs)},
         )
     words = printable((str(error) or type(error).__name__).splitlines()[0], 200)
     if isinstance(error, EOFError) or "EOF" in words or "central directory" in words:
-        voice.refuse("GG707", f"{start} ends too early: {words}", likely=["truncated"], because=error)
+        voice.refuse("GG707", f"{start} ends too early: {words}", known=["truncated"], because=error)
     if isinstance(error, MemoryError):
-        voice.refuse("GG707", f"{start} does not fit into memory", likely=["too_large"], because=error)
-    voice.refuse("GG707", f"{start} cannot be read: {words}", likely=["foreign"], because=error)
-
-
-def _is_hostile(name: str) -> bool:
-    module, _, function = name.rpartition(".")
-    if module in ("builtins", "__builtin__"):
-        return function in _HOSTILE_BUILTINS
-    return name.partition(".")[0] in _HOSTILE_MODULES
+        voice.refuse("GG707", f"{start} does not fit into memory", known=["too_large"], because=error)
+    voice.refuse("GG707", f"{start} cannot be read: {words}", known=["foreign"], because=error)
 
 
 def _plain_data_fix(needs: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from gpt_guard.checkpoint.belongs import model_config
 from gpt_guard.checkpoint.finite import leaves, listing, non_finite
 from gpt_guard.checkpoint.optimizer_state import parameter_names
-from gpt_guard.checkpoint.read import unsafe_globals
+from gpt_guard.checkpoint.pickles import unsafe_globals
 from gpt_guard.checkpoint.say import OnFinding, Voice
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.fingerprint import (
@@ -89,7 +89,9 @@ def save_checkpoint(
         payload["optimizer_parameters"] = parameter_names(bare, optimizers)
     for name, part in (("scheduler", scheduler), ("scaler", scaler)):
         if part is not None:
-            payload[f"{name}_state_dict"] = _on_cpu(part.state_dict(), memo)
+            several = isinstance(part, (list, tuple))
+            saved = [one.state_dict() for one in part] if several else part.state_dict()
+            payload[f"{name}_state_dict"] = _on_cpu(saved, memo)
     payload |= {"fingerprint": parts, "gpt_guard": dict(guard_state or {})}
     _write(path, payload | _extra(extra, payload))
     return path
@@ -177,6 +179,7 @@ def _holders(value: Any, needs: list[str], path: str = "") -> Iterator[str]:
         for index, item in enumerate(value):
             yield from _holders(item, needs, f"{path}[{index}]")
     kind = value if callable(value) and hasattr(value, "__qualname__") else type(value)
-    modules = {name.rpartition(".")[0].partition(".")[0] for name in needs}
-    if f"{kind.__module__}.{kind.__qualname__}" in needs or kind.__module__.partition(".")[0] in modules - {"builtins"}:
+    # A NumPy scalar is pickled by a function of its package; its own name is not among those that are needed.
+    packages = {name.partition(".")[0] for name in needs} - {"builtins", "torch"}
+    if f"{kind.__module__}.{kind.__qualname__}" in needs or kind.__module__.partition(".")[0] in packages:
         yield path

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-from gpt_guard import catalogue
+from gpt_guard.catalogue import entry, finding
 from gpt_guard.errors import error_for
 from gpt_guard.records import Finding, Severity
-from gpt_guard.render import render_finding
+from gpt_guard.render import render_short
 
 logger = logging.getLogger("gpt_guard")
 
@@ -30,23 +30,30 @@ class Voice:
 
     def say(self, code: str, seen: str, **fields: Any) -> None:
         """Make a finding that loading can go on after, if the caller's policy says so."""
-        self.tell(catalogue.finding(code, seen, **fields))
+        self.tell(_finding(code, seen, **fields))
 
     def refuse(self, code: str, seen: str, *, because: BaseException | None = None, **fields: Any) -> NoReturn:
         """Make a finding and raise it."""
-        finding = catalogue.finding(code, seen, **fields)
-        self.findings.append(finding)
+        made = _finding(code, seen, **fields)
+        self.findings.append(made)
         if self._on_finding is not None:
-            self._on_finding(finding)
-        raise error_for(finding) from because
+            self._on_finding(made)
+        raise error_for(made) from because
 
-    def tell(self, finding: Finding) -> None:
+    def tell(self, made: Finding) -> None:
         """Hand on a finding that is made already, as `say` does."""
-        self.findings.append(finding)
+        self.findings.append(made)
         if self._on_finding is not None:
-            self._on_finding(finding)
-        elif finding.severity is Severity.ERROR:
-            raise error_for(finding)
+            self._on_finding(made)
+        elif made.severity is Severity.ERROR:
+            raise error_for(made)
         else:
-            level = logging.WARNING if finding.severity is Severity.WARNING else logging.INFO
-            logger.log(level, "%s", render_finding(finding))
+            level = logging.WARNING if made.severity is Severity.WARNING else logging.INFO
+            logger.log(level, "%s", render_short(made))
+
+
+def _finding(code: str, seen: str, *, known: Iterable[str] = (), **fields: Any) -> Finding:
+    """Build a finding; causes in `known` are certain, and the others are left out."""
+    if certain := list(known):
+        fields["causes"] = entry(code).ordered_causes(certain)[: len(set(certain))]
+    return finding(code, seen, **fields)

@@ -44,7 +44,7 @@ def config_finding(where: str, changes: Mapping[str, tuple[Any, Any]]) -> Findin
     listed = [f"{printable(key)} was {printable(old)}, is {printable(new)}" for key, (old, new) in changes.items()]
     more = f" and {len(listed) - 6} more" if len(listed) > 6 else ""
     evidence = {key: {"checkpoint": old, "now": new} for key, (old, new) in changes.items()}
-    seen = f"{where}: {'; '.join(listed[:6])}{more}"
+    seen = f"{'; '.join(listed[:6])}{more} ({where})"
     return finding("GG702", seen, likely=["edited"], evidence={"changes": evidence})
 
 

@@ -15,6 +15,9 @@ from gpt_guard.fingerprint.config import config_digest
 from gpt_guard.fingerprint.vocabulary import tokenizer_digest
 from gpt_guard.records import Record
 
+Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+"""One file or folder, or several."""
+
 
 class Difference(Record):
     """One part that two fingerprints both know and do not agree on."""
@@ -35,7 +38,7 @@ class Fingerprint(Record):
         *,
         tokenizer: Any = None,
         config: Any = None,
-        data: Iterable[str | os.PathLike[str]] = (),
+        data: Files = (),
         texts: Mapping[str, str] | None = None,
     ) -> Fingerprint:
         """Digest what is given: a tokenizer, a config, files or folders of data, texts by name (a chat template).
@@ -47,7 +50,7 @@ class Fingerprint(Record):
             parts["tokenizer"] = tokenizer_digest(tokenizer)
         if config is not None:
             parts["config"] = config_digest(config)
-        for path in map(Path, data):
+        for path in as_paths(data):
             # The file's name, so that a run moved to another machine still compares; the path where names collide.
             name = f"data:{path.name}"
             parts[name if name not in parts else f"data:{path.as_posix()}"] = file_digest(path)
@@ -61,6 +64,11 @@ class Fingerprint(Record):
             for part, digest in self.parts.items()
             if part in other.parts and other.parts[part] != digest
         )
+
+
+def as_paths(files: Files) -> list[Path]:
+    """Return one path or several as a list."""
+    return [Path(files)] if isinstance(files, (str, os.PathLike)) else [Path(path) for path in files]
 
 
 def file_digest(path: str | os.PathLike[str]) -> str:

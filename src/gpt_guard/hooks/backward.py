@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from gpt_guard.hooks.patches import Patch
 
@@ -16,29 +19,69 @@ from gpt_guard.hooks.patches import Patch
 class BackwardListener(Protocol):
     """Who is told about each `backward()` in the process; it finds out itself whether the call concerns it."""
 
-    def backward_begins(self, losses: tuple[Tensor, ...]) -> None:
-        """Before anything is computed; may raise to stop it."""
+    def backward_begins(self, losses: tuple[Tensor, ...]) -> bool:
+        """Before anything is computed; may raise to stop it. False if this call cannot concern it."""
 
-    def backward_ended(self, losses: tuple[Tensor, ...]) -> None:
+    def backward_ended(self) -> None:
         """After gradients are in place; may raise."""
 
     def backward_failed(self) -> None:
         """The call raised, or a listener did; clean up, do not raise."""
 
 
+class _Local(threading.local):
+    inside = False
+
+
+_LOCAL = _Local()
+
+
+def in_backward() -> bool:
+    """Whether autograd is at work in this thread: what runs now was called by a backward, as a recomputation is."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def _around(original: Any, listeners: tuple[BackwardListener, ...], tensors: Any, *args: Any, **kwargs: Any) -> Any:
-    losses = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    # Reentrant checkpointing calls backward inside backward, in autograd's own threads on an accelerator: only the
+    # outermost call counts.
+    if _LOCAL.inside or in_backward():
+        return original(tensors, *args, **kwargs)
+    _LOCAL.inside = True
+    try:
+        return _tell(original, listeners, tensors, *args, **kwargs)
+    finally:
+        _LOCAL.inside = False
+
+
+def _tell(original: Any, listeners: tuple[BackwardListener, ...], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(tensors, (Tensor, Sequence)):
+        tensors = tuple(tensors)
+    single = isinstance(tensors, (Tensor, GradientEdge))
+    losses = tuple(each for each in ((tensors,) if single else tensors) if isinstance(each, Tensor))
+    told: list[BackwardListener] = []
     try:
         for listener in listeners:
-            listener.backward_begins(losses)
+            told.append(listener)
+            if not listener.backward_begins(losses):
+                told.pop()
         result = original(tensors, *args, **kwargs)
     except BaseException:
-        for listener in listeners:
+        for listener in told:
             listener.backward_failed()
         raise
-    for listener in listeners:
-        listener.backward_ended(losses)
+    _tell_all_ended(told)
     return result
+
+
+def _tell_all_ended(told: list[BackwardListener]) -> None:
+    """Each is told, also where one before it halts; the first that raises is heard."""
+    while told:
+        try:
+            told.pop(0).backward_ended()
+        except BaseException:
+            for listener in told:
+                listener.backward_failed()
+            raise
 
 
 BACKWARD = Patch(torch.autograd, "backward", _around)

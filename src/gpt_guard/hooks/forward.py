@@ -1,36 +1,27 @@
-"""Notice forward passes, and reduce every watched output to a number or two.
+"""Notice forward passes of one model, and keep in order what its modules return.
 
-On the CPU a reading is free, so each output is tested at once and the traceback of a halt points into the user's own
-forward. On an accelerator nothing is read here: extremes of inputs and outputs wait in order, and the first bad one in
-that order is where the trouble began.
-
-No stack of modules is kept: activation checkpointing runs parts of a forward a second time inside `backward()` and stops
-half-way by an exception. Whatever fires during a backward is a recomputation and is ignored.
+No stack of modules is trusted: activation checkpointing runs parts of a forward a second time inside `backward()` and
+stops half-way by an exception. Whatever fires during a backward is a recomputation and is ignored.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
-from gpt_guard.hooks.tensors import extremes, readable, total, walk, watchable
+from gpt_guard.errors import GuardUsageError
+from gpt_guard.hooks.compiled import eager_modules
+from gpt_guard.hooks.outputs import EntryNote, Hook, InPlaceInput, OutputTest, ReturnNote
+from gpt_guard.hooks.weigh import Scales, WeighInputs, WeighOutputs
 
-_FAST_KINDS = (torch.float32, torch.float64)
-
-
-class Place(NamedTuple):
-    """Where a watched tensor sat: a module by index, entering or leaving it, and the position in the structure."""
-
-    module: int
-    entering: bool
-    position: str
-    shape: tuple[int, ...]
-    dtype: str
+# A model whose modules are called one by one is never called itself, and nothing would end the list.
+_MOST_RETURNS = 50_000
 
 
 class ForwardListener(Protocol):
@@ -43,43 +34,46 @@ class ForwardListener(Protocol):
         """The model returned."""
 
 
-Suspect = Callable[[int, str, Tensor, Any], None]
+Suspect = Callable[[int, str, Tensor, bool], None]
 
 
 class ForwardTap:
     """Hooks on one model: its own calls always, the outputs of its modules once a guard asks for them.
 
-    `order` lists the indices of the modules that returned since the model was called, in order; `entered` holds what
-    each module that has children is working on. References to activations are dropped as soon as the model returns.
+    `order` lists the indices of the modules that returned since the model was called. On the CPU, where a reading is
+    free, each output is tested where it is made, so that the traceback of a halt points into the user's own forward;
+    anywhere else extremes of inputs and outputs wait in `scales`, and nothing is read here. Holds no activation: what
+    it remembers of one is a weak reference.
     """
 
     def __init__(self, model: nn.Module, *, immediate: bool) -> None:
         self._model = model
-        self.names: list[str] = []
-        self.modules: list[nn.Module] = []
         self.inside_compiled: list[str] = []
+        found = list(eager_modules(model, self.inside_compiled))
+        self.names = [path for path, _ in found]
+        self.modules = [module for _, module in found]
+        self.index = {id(module): place for place, module in enumerate(self.modules)}
         self.immediate = immediate
+        self.scales = Scales()
         self.paused = False
-        self.order: list[int] = []
-        self.entered: dict[int, tuple[Any, int | None]] = {}
+        self.order: deque[int] = deque(maxlen=_MOST_RETURNS)
+        self.entered: dict[int, tuple[int | None, int]] = {}
         self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self.places: list[Place] = []
-        self.waiting: list[Tensor] = []
+        self.ignored: set[int] = set()
+        self.untested: dict[int, list[weakref.ref[Tensor]]] = {}
         self.unwatched: set[str] = set()
         self.calls = 0
         self.last: Callable[[], Any] = _nothing
+        self.last_version = 0
         self._suspect: Suspect | None = None
         self._listener: ForwardListener | None = None
         self._handles: list[Any] = []
-        for path, module in _eager_modules(model, self.inside_compiled):
-            self.names.append(path)
-            self.modules.append(module)
 
     def open(self, listener: ForwardListener) -> None:
         """Notice calls of the model; before any guard adds hooks, so that a forward has begun when they run."""
         self._listener = listener
         if self.modules:
-            self._add_pre(self._model, self._root_begins)
+            self._pre(self._model, _RootBegins(self, 0, self._model), kwargs=True)
 
     @property
     def watching(self) -> bool:
@@ -87,203 +81,120 @@ class ForwardTap:
         return self._suspect is not None
 
     def watch_outputs(self, suspect: Suspect, ignore: Iterable[str] = ()) -> None:
-        """Test the outputs of all modules whose path matches none of the patterns; `suspect` is told about bad ones."""
+        """Test the outputs of all modules whose path matches none of the patterns; `suspect` is told about bad ones.
+
+        It gets the module's index, the position in its input or output, the tensor, and whether that was an input.
+        Raises GuardUsageError for a second guard that asks.
+        """
+        if self._suspect is not None:
+            raise GuardUsageError("module outputs are watched already: give one FiniteGuard, not two")
         self._suspect = suspect
         patterns = tuple(ignore)
         for index, (path, module) in enumerate(zip(self.names, self.modules, strict=True)):
             if any(fnmatchcase(path, pattern) for pattern in patterns):
+                self.ignored.add(index)
                 self.unwatched.add(f"{path or 'the model itself'} (ignored as asked)")
-                continue
             self._watch_module(index, module)
 
+    def shield(self, run: Callable[..., None]) -> None:
+        """Have the guard called through `run(method, *args)`, which keeps a failure of the guard out of the forward."""
+        if self._suspect is not None:
+            self._suspect = partial(run, self._suspect)
+
     def _watch_module(self, index: int, module: nn.Module) -> None:
-        has_children = next(module.children(), None) is not None
-        if not self.immediate:
-            self._add_pre(module, _partial(self._weigh_inputs, index))
-            self._add_post(module, _partial(self._weigh_outputs, index))
-            return
-        if has_children:
-            self._add_pre(module, _partial(self._enter, index))
-        self._handles.append(module.register_forward_hook(_OutputHook(self, index, module), with_kwargs=True))
+        if index in self.ignored:
+            self._post(module, ReturnNote(self, index, module))
+        elif self.immediate:
+            if _runs_own_code(module):
+                self._pre(module, EntryNote(self, index, module))
+            elif getattr(module, "inplace", False):
+                self._pre(module, InPlaceInput(self, index, module))
+            self._post(module, OutputTest(self, index, module))
+        else:
+            self._pre(module, WeighInputs(self, index, module), kwargs=True)
+            self._post(module, WeighOutputs(self, index, module))
 
-    def _add_pre(self, module: nn.Module, act: Callable[..., None]) -> None:
-        self._handles.append(module.register_forward_pre_hook(_Hook(module, act), with_kwargs=True))
+    def _pre(self, module: nn.Module, hook: Callable[..., None], *, kwargs: bool = False) -> None:
+        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=kwargs))
 
-    def _add_post(self, module: nn.Module, act: Callable[..., None]) -> None:
-        self._handles.append(module.register_forward_hook(_Hook(module, act), with_kwargs=True))
+    def _post(self, module: nn.Module, hook: Callable[..., None]) -> None:
+        self._handles.append(module.register_forward_hook(hook))
 
     def finish_setup(self) -> None:
         """Add the hook that sees the model return; last, so that its output is tested before it counts as returned."""
         if self.modules:
-            self._add_post(self._model, self._root_ended)
+            self._post(self._model, _RootEnded(self, 0, self._model))
 
     def close(self) -> None:
         """Take every hook away and drop every reference; may run twice."""
         while self._handles:
             self._handles.pop().remove()
         self.forget()
+        self.scales.clear()
         self.inputs = None
         self.modules.clear()
+        self.index.clear()
         self._suspect = self._listener = None
 
     def forget(self) -> None:
         """Drop what was kept of the current forward."""
         self.order.clear()
         self.entered.clear()
+        self.untested.clear()
+        self.scales.running.clear()
         self.last = _nothing
 
-    def _root_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.paused:
-            return
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The model itself was called."""
         self.forget()
         self.inputs = (args, kwargs)
         self.calls += 1
         if self._listener is not None:
             self._listener.forward_begins()
 
-    def _root_ended(self, _args: Any, _kwargs: Any, output: Any) -> None:
-        if self.paused:
-            return
-        self.entered.clear()
+    def end(self, output: Any) -> None:
+        """The model itself returned."""
         self.last = _nothing
         if self._listener is not None:
             self._listener.forward_ended(output)
 
-    def _enter(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self.paused:
-            first = args[0] if args else None
-            self.entered[index] = ((args, kwargs), first._version if isinstance(first, Tensor) else None)
-
-    def test(self, index: int, inputs: Any, output: Any) -> None:
-        """Test an output at once (CPU); `output` that a child has just returned was tested already."""
-        for position, tensor in walk(output):
-            if tensor is not self.last() and (values := self._values(index, tensor)) is not None:
-                number = total(values).item()
-                self.last = weakref.ref(tensor)
-                if number - number != 0.0:
-                    self.suspect(index, position, tensor, inputs)
-
-    def suspect(self, index: int, position: str, tensor: Tensor, inputs: Any) -> None:
+    def suspect(self, index: int, position: str, tensor: Tensor, *, entering: bool = False) -> None:
         """Hand a tensor that failed the cheap test to the guard that asked for it."""
         if self._suspect is not None:
-            self._suspect(index, position, tensor, inputs)
+            self._suspect(index, position, tensor, entering)
 
-    def _weigh_inputs(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self.paused:
-            self._weigh(index, (args, kwargs) if kwargs else args, entering=True)
+    def cannot_test(self, index: int, why: str) -> None:
+        """A tensor of a kind that has no sum, or a transform such as vmap, in which no value can be read."""
+        self.unwatched.add(f"{self.names[index] or 'the model itself'}: {why}")
 
-    def _weigh_outputs(self, index: int, _args: Any, _kwargs: Any, output: Any) -> None:
-        if not self.paused:
-            self.order.append(index)
-            self._weigh(index, output, entering=False)
-
-    def _weigh(self, index: int, value: Any, *, entering: bool) -> None:
-        for position, tensor in walk(value):
-            if tensor is not self.last() and (values := self._values(index, tensor)) is not None:
-                self.waiting.append(extremes(values))
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                self.places.append(Place(index, entering, position, tuple(tensor.shape), dtype))
-                self.last = weakref.ref(tensor)
-
-    def _values(self, index: int, tensor: Tensor) -> Tensor | None:
-        if not watchable(tensor):
-            self.unwatched.add(f"{self.names[index] or 'the model itself'}: a {_kind(tensor)} tensor")
-            return None
-        return readable(tensor)
+    def source_of(self, tensor: Tensor) -> int | None:
+        """The module with untested outputs that returned this very tensor in the current forward, or None."""
+        for index, outputs in self.untested.items():
+            if any(output() is tensor for output in outputs):
+                return index
+        return None
 
 
-class _Hook:
-    """A module hook that acts for its own module only: a copied model takes along a hook that does nothing."""
+class _RootBegins(Hook):
+    tap: ForwardTap
 
-    def __init__(self, module: nn.Module, act: Callable[..., None]) -> None:
-        self._module = module
-        self._act = act
-
-    def __call__(self, module: nn.Module, *seen: Any) -> None:
-        if module is self._module and not torch.compiler.is_compiling():
-            self._act(*seen)
-
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
-        return (_no_hook, ())
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.active(module):
+            self.tap.begin(args, kwargs)
 
 
-class _OutputHook:
-    """The hot path of watching on the CPU: a plain float tensor costs one sum."""
+class _RootEnded(Hook):
+    tap: ForwardTap
 
-    def __init__(self, tap: ForwardTap, index: int, module: nn.Module) -> None:
-        self._tap = tap
-        self._index = index
-        self._module = module
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        tap = self._tap
-        if tap.paused or module is not self._module or torch.compiler.is_compiling():
-            return
-        tap.order.append(self._index)
-        if tap.entered:
-            tap.entered.pop(self._index, None)
-        if type(output) is not Tensor or output.dtype not in _FAST_KINDS or output.layout is not torch.strided:
-            tap.test(self._index, (args, kwargs), output)
-            return
-        if output is tap.last():
-            return
-        number = output.detach().sum().item()
-        tap.last = weakref.ref(output)
-        # x - x is 0 for a finite number and NaN otherwise: cheaper than a call of math.isfinite.
-        if number - number != 0.0:
-            tap.suspect(self._index, "", output, (args, kwargs))
-
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
-        return (_no_hook, ())
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.active(module):
+            self.tap.end(output)
 
 
-def _nothing(*_: Any) -> None:
+def _runs_own_code(module: nn.Module) -> bool:
+    """Whether code of the user's own, or several modules, work on the input: a layer of torch's only reads it."""
+    return next(module.children(), None) is not None or not type(module).__module__.startswith("torch.nn.")
+
+
+def _nothing() -> None:
     return None
-
-
-def _no_hook() -> Callable[..., None]:
-    return _nothing
-
-
-def _partial(act: Callable[..., None], index: int) -> Callable[..., None]:
-    def bound(*seen: Any) -> None:
-        act(index, *seen)
-
-    return bound
-
-
-def _kind(tensor: Tensor) -> str:
-    for name in ("is_meta", "is_quantized", "is_nested"):
-        if getattr(tensor, name):
-            return name.removeprefix("is_")
-    return str(tensor.layout).removeprefix("torch.")
-
-
-def _eager_modules(model: nn.Module, compiled: list[str], prefix: str = "") -> Iterable[tuple[str, nn.Module]]:
-    """The modules whose hooks fire: each once, but nothing inside a compiled one, where a late hook stays silent."""
-    seen: set[int] = set()
-    pending = [(prefix, model)]
-    while pending:
-        path, module = pending.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        if is_compiled_in_place(module):
-            compiled.append(path)
-            continue
-        yield path, module
-        if is_compiled_wrapper(module):
-            compiled.append(path)
-            continue
-        children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
-        pending.extend(reversed(children))
-
-
-def is_compiled_wrapper(module: nn.Module) -> bool:
-    """Whether this is what `torch.compile(module)` returns; hooks on the wrapper itself do fire."""
-    return hasattr(module, "_orig_mod") and hasattr(module, "dynamo_ctx")
-
-
-def is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether `module.compile()` was called: its hooks become part of the compiled code."""
-    return getattr(module, "_compiled_call_impl", None) is not None

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from gpt_guard.hooks.tensors import readable
 
+# Two norms of the same half-precision gradient agree to float32 rounding.
+_SAME = 1e-5
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -29,6 +31,7 @@ class Gradients:
     """
 
     def __init__(self, parameters: dict[str, Tensor]) -> None:
+        self._by_name = parameters
         self.names = list(parameters)
         self.parameters = list(parameters.values())
         self._mark: list[tuple[int, int]] = []
@@ -38,13 +41,38 @@ class Gradients:
         return [parameter.grad for parameter in self.parameters]
 
     def mark(self) -> bool:
-        """Remember the state of all gradients; True if no parameter has one, as after `zero_grad()`."""
-        self._mark = _state(self.parameters)
-        return not any(version >= 0 for _, version in self._mark)
+        """Remember the state of all gradients; True if they were cleared since it was last remembered.
+
+        That is: no parameter has one, or each one was written by something else than a backward, as
+        `zero_grad(set_to_none=False)` does.
+        """
+        before, self._mark = self._mark, _state(self.parameters)
+        held = [(old, new) for old, new in zip(before, self._mark, strict=False) if new[1] >= 0]
+        return all(old != new for old, new in held)
 
     def touched(self) -> bool:
         """Whether any gradient has been replaced or written since `mark`."""
         return _state(self.parameters) != self._mark
+
+    def altered(self, measured: GradNorms, unit: Tensor | float | None, *, immediate: bool) -> bool:
+        """Whether gradients may differ from when they were measured, also by a write that no counter shows.
+
+        `grad.data.clamp_()` and a GradScaler's `unscale_()` leave the version counter as it is. Where reading is free,
+        the gradient with the largest norm stands for all: what leaves that one alone changes the total little. On an
+        accelerator the answer is yes: to measure again costs it less than a read would.
+        """
+        if not immediate or self.touched():
+            return True
+        finite = [norm for norm in measured.norms if norm < math.inf]
+        if not finite:
+            return False
+        largest = max(finite)
+        grad = self._by_name[measured.names[measured.norms.index(largest)]].grad
+        plain = None if grad is None else _plain(grad)
+        if plain is None:
+            return True
+        now = fused_norms([plain]) if unit is None else fused_norms([plain]) / unit
+        return abs(float(now) - largest) > _SAME * largest
 
     def measure(self, unit: Tensor | float | None, *, immediate: bool) -> GradNorms:
         """Norms of all gradients now, divided by a GradScaler's scale; remembers the state they were taken from.
@@ -59,7 +87,7 @@ class Gradients:
             grad = parameter.grad
             if grad is None:
                 continue
-            plain = grad if grad.layout is torch.strided and grad.is_floating_point() else readable(_merged(grad))
+            plain = _plain(grad)
             if plain is not None:
                 values.append(plain)
                 names.append(name)
@@ -75,6 +103,11 @@ def _state(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:
     return [(0, -1) if grad is None else (id(grad), grad._version) for grad in grads]
 
 
+def _plain(grad: Tensor) -> Tensor | None:
+    usual = grad.layout is torch.strided and grad.is_floating_point()
+    return grad if usual else readable(_merged(grad))
+
+
 def _merged(grad: Tensor) -> Tensor:
     """A sparse gradient may hold the same row twice; its norm is that of the sums."""
     return grad.coalesce() if grad.layout is torch.sparse_coo else grad
@@ -84,17 +117,18 @@ def _merged(grad: Tensor) -> Tensor:
 def fused_norms(values: list[Tensor]) -> Tensor:
     """L2 norms of dense real tensors as one float tensor `[n]`, half types reduced in float32; reads nothing."""
     values = [value.to_local() if hasattr(value, "to_local") else value for value in values]
-    half = any(value.dtype in _HALF for value in values)
-    norms = torch._foreach_norm(values, 2.0, torch.float32 if half else None)
-    first = norms[0]
-    if any(norm.device != first.device or norm.dtype != first.dtype for norm in norms):
-        norms = tuple(norm.to(first.device, torch.float32) for norm in norms)
+    kinds = {value.dtype for value in values}
+    wide = torch.float64 if torch.float64 in kinds else torch.float32
+    norms = torch._foreach_norm(values, 2.0, None if kinds.isdisjoint(_HALF) else wide)
+    device = norms[0].device
+    if len(kinds) > 1 or any(norm.device != device for norm in norms):
+        norms = tuple(norm.to(device, wide) for norm in norms)
     return torch.stack(norms)
 
 
 def total_norm(norms: Sequence[float]) -> float:
-    """L2 norm over all from the norms of the parts, on the host."""
-    return math.sqrt(math.fsum(norm * norm for norm in norms)) if norms else 0.0
+    """L2 norm over all from the norms of the parts, on the host; squares cannot overflow in it."""
+    return math.hypot(*norms)
 
 
 def exact_norm(grad: Tensor) -> float:

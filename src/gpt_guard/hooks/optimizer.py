@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
@@ -10,11 +11,23 @@ from torch.optim import Optimizer
 from gpt_guard.errors import GuardUsageError
 
 
+_MOST_WRAPPERS = 8
+
+
 class StepListener(Protocol):
-    """Who is told about the steps of its optimizers."""
+    """Who is told about the steps of its optimizers.
+
+    Begin and end may be nested: an optimizer that calls the `step()` of its base class runs the hooks of both.
+    """
 
     def step_begins(self, index: int, *, closure: bool) -> None:
         """Before the optimizer changes anything; raising leaves weights and optimizer state untouched."""
+
+    def closure_ended(self, index: int) -> None:
+        """The closure given to `step()` has returned: the gradients to step on are in place. May come several times."""
+
+    def closure_failed(self, index: int) -> None:
+        """The closure raised, or a listener did: the step will not end."""
 
     def step_ended(self, index: int) -> None:
         """After the optimizer has changed the parameters."""
@@ -23,40 +36,46 @@ class StepListener(Protocol):
 class _StepHook:
     """A hook that a copied or pickled optimizer does not take along."""
 
-    def __init__(self, act: Callable[[Any, Any], None]) -> None:
+    def __init__(self, act: Callable[[Any, Any], Any]) -> None:
         self._act = act
 
-    def __call__(self, _optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._act(args, kwargs)
+    def __call__(self, _optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._act(args, kwargs)
 
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
-        return (_no_hook, ())
-
-
-def _nothing(*_: Any) -> None:
-    return None
-
-
-def _no_hook() -> Callable[..., None]:
-    return _nothing
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Of the standard library, so that a pickle can be read where gpt_guard is not installed: it does nothing.
+        return (getattr, (nullcontext, "__exit__"))
 
 
 def unwrap(optimizers: Optimizer | Iterable[Optimizer] | None) -> tuple[Optimizer, ...]:
-    """The plain torch optimizers behind one, several or none; wrappers such as accelerate's hold theirs in `.optimizer`.
+    """The plain torch optimizers behind one, several or none; a wrapper (accelerate's) holds its own in `.optimizer`.
 
-    Raises GuardUsageError for anything that has no step to watch.
+    Raises GuardUsageError for anything that has no step to watch, and for one that is given twice.
     """
     if optimizers is None:
         return ()
     if isinstance(optimizers, (Optimizer, str)) or not isinstance(optimizers, Iterable):
-        optimizers = (optimizers,)  # type: ignore[assignment]  # a wrapper or a wrong type: _plain tells
-    return tuple(_plain(optimizer) for optimizer in optimizers)
+        optimizers = (optimizers,)
+    plain = tuple(_plain(optimizer) for optimizer in optimizers)
+    if len({id(optimizer) for optimizer in plain}) < len(plain):
+        raise GuardUsageError("the same optimizer is given twice")
+    return plain
+
+
+def innermost(optimizer: Any) -> Any:
+    """What a wrapper wraps, or the object itself; asks for no particular type."""
+    inner = optimizer
+    for _ in range(_MOST_WRAPPERS):
+        inner = getattr(inner, "optimizer", None)
+        if inner is None:
+            break
+        if isinstance(inner, Optimizer):
+            optimizer = inner
+    return optimizer
 
 
 def _plain(optimizer: Any) -> Optimizer:
-    inner = optimizer
-    while isinstance(getattr(inner, "optimizer", None), Optimizer):
-        inner = inner.optimizer
+    inner = innermost(optimizer)
     if not isinstance(inner, Optimizer):
         raise GuardUsageError(
             f"optimizer is a {type(optimizer).__name__}, which is not a torch.optim.Optimizer and holds none in "
@@ -71,10 +90,14 @@ class StepHooks:
 
     def __init__(self, optimizers: tuple[Optimizer, ...], listener: StepListener) -> None:
         self._handles: list[Any] = []
-        for index, optimizer in enumerate(optimizers):
-            begins, ended = _begins(listener, index), _ended(listener, index)
-            self._handles.append(optimizer.register_step_pre_hook(_StepHook(begins)))
-            self._handles.append(optimizer.register_step_post_hook(_StepHook(ended)))
+        try:
+            for index, optimizer in enumerate(optimizers):
+                begins, ended = _begins(listener, index), _ended(listener, index)
+                self._handles.append(optimizer.register_step_pre_hook(_StepHook(begins)))
+                self._handles.append(optimizer.register_step_post_hook(_StepHook(ended)))
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Take the hooks away; may run twice."""
@@ -82,13 +105,33 @@ class StepHooks:
             self._handles.pop().remove()
 
 
-def _begins(listener: StepListener, index: int) -> Callable[[Any, Any], None]:
-    def begins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # The optimizer itself is args[0] where step() was wrapped as a function.
-        given = [value for value in (*args, kwargs.get("closure")) if not isinstance(value, Optimizer)]
-        listener.step_begins(index, closure=any(callable(value) for value in given))
+def _begins(listener: StepListener, index: int) -> Callable[[Any, Any], Any]:
+    def begins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # args[0] is the optimizer itself.
+        closure = kwargs.get("closure") if "closure" in kwargs else args[1] if len(args) > 1 else None
+        if not callable(closure):
+            listener.step_begins(index, closure=False)
+            return None
+        listener.step_begins(index, closure=True)
+        noticed = _noticed(closure, listener, index)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": noticed}
+        return (args[0], noticed, *args[2:]), kwargs
 
     return begins
+
+
+def _noticed(closure: Callable[[], Any], listener: StepListener, index: int) -> Callable[[], Any]:
+    def noticed() -> Any:
+        try:
+            result = closure()
+            listener.closure_ended(index)
+        except BaseException:
+            listener.closure_failed(index)
+            raise
+        return result
+
+    return noticed
 
 
 def _ended(listener: StepListener, index: int) -> Callable[[Any, Any], None]:

@@ -10,41 +10,60 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 Wrapper = Callable[..., Any]
 _LOCK = threading.RLock()
 
 
+class _Layer(NamedTuple):
+    """A wrapper that was put in place, and what was there before."""
+
+    wrapper: Any
+    original: Any
+    inherited: bool
+
+
 class Patch:
-    """A replaceable attribute; `around(original, listeners, *args, **kwargs)` runs while there are listeners."""
+    """A replaceable attribute; `around(original, listeners, *args, **kwargs)` runs while there are listeners.
+
+    `around` may be entered again from inside `original`: where the attribute calls itself, and where somebody else's
+    replacement, put on top of ours earlier, still calls a wrapper of an earlier use.
+    """
 
     def __init__(self, owner: Any, attribute: str, around: Wrapper) -> None:
         self._owner = owner
         self._attribute = attribute
         self._around = around
         self._listeners: tuple[Any, ...] = ()
-        self._original: Any = None
-        self._wrapper: Any = None
+        self._layers: list[_Layer] = []
 
     def add(self, listener: Any) -> None:
-        """Start to tell a listener; the first one puts the wrapper in place."""
+        """Start to tell a listener; a wrapper is put in place unless one is there."""
         with _LOCK:
             self._listeners = (*self._listeners, listener)
-            # Somebody else's wrapper may still hold ours from an earlier use: that one works again, a second would
-            # tell every listener twice.
-            if self._wrapper is None:
-                self._original = getattr(self._owner, self._attribute)
-                self._wrapper = self._wrap(self._original)
-                setattr(self._owner, self._attribute, self._wrapper)
+            # Somebody else's attribute may call a wrapper of ours from an earlier use, or may not: a new one is sure.
+            if self._top() is None:
+                original = getattr(self._owner, self._attribute)
+                inherited = self._attribute not in vars(self._owner)
+                layer = _Layer(self._wrap(original), original, inherited)
+                self._layers.append(layer)
+                setattr(self._owner, self._attribute, layer.wrapper)
 
     def remove(self, listener: Any) -> None:
-        """Stop telling a listener; the last one takes the wrapper away."""
+        """Stop telling a listener; the last one takes away every wrapper that is on top."""
         with _LOCK:
             self._listeners = tuple(other for other in self._listeners if other is not listener)
-            if not self._listeners and getattr(self._owner, self._attribute) is self._wrapper:
-                setattr(self._owner, self._attribute, self._original)
-                self._original = self._wrapper = None
+            while not self._listeners and (layer := self._top()) is not None:
+                self._layers.remove(layer)
+                if layer.inherited:
+                    delattr(self._owner, self._attribute)
+                else:
+                    setattr(self._owner, self._attribute, layer.original)
+
+    def _top(self) -> _Layer | None:
+        current = getattr(self._owner, self._attribute)
+        return next((layer for layer in self._layers if layer.wrapper is current), None)
 
     def _wrap(self, original: Any) -> Any:
         @functools.wraps(original)

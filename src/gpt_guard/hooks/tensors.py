@@ -2,7 +2,7 @@
 
 The cheap test is one reading pass: a NaN or an infinity always survives a sum, but a sum of finite values may overflow,
 so `describe` must confirm before anything is said. Where the tensor cannot be read again later (on an accelerator),
-`extremes` takes minimum and maximum in one pass instead: both carry NaN, and neither can overflow.
+hooks take minimum and maximum in one pass instead: both carry NaN, and neither can overflow.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from gpt_guard.records import TensorStats
 
 _HALF = (torch.float16, torch.bfloat16)
 _MAX_DEPTH = 8
+# A longer list that starts with a number or a string is data, not a structure of tensors.
+_LONG = 64
 
 
 def walk(value: Any, position: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
@@ -42,6 +44,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         for name in value._fields:
             yield f".{name}", getattr(value, name)
     elif isinstance(value, (tuple, list)):
+        if len(value) > _LONG and isinstance(value[0], (int, float, str, bytes)):
+            return
         for place, part in enumerate(value):
             yield f"[{place}]", part
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -74,9 +78,15 @@ def readable(tensor: Tensor) -> Tensor | None:
 
 
 def _stored_values(values: Tensor) -> Tensor:
-    if values.layout is torch.sparse_coo:
-        return values._values()
-    return values.values()
+    return values._values() if values.layout is torch.sparse_coo else values.values()
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to in place; -1 for an inference tensor, which does not count."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
 
 
 def watchable(tensor: Tensor) -> bool:
@@ -86,15 +96,17 @@ def watchable(tensor: Tensor) -> bool:
     return tensor.layout in (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
 
 
+def kind_of(tensor: Tensor) -> str:
+    """What makes a tensor one that is not watchable, in a word."""
+    for name in ("is_meta", "is_quantized", "is_nested"):
+        if getattr(tensor, name):
+            return name.removeprefix("is_")
+    return str(tensor.layout).removeprefix("torch.")
+
+
 def total(values: Tensor) -> Tensor:
     """Sum as a 0-dim tensor, half types in float32: NaN and infinities always survive; does not read the device."""
     return values.sum(dtype=torch.float32) if values.dtype in _HALF else values.sum()
-
-
-def extremes(values: Tensor) -> Tensor:
-    """Minimum and maximum as a float32 tensor `[2]`: NaN in either shows NaN, and nothing overflows."""
-    low, high = torch.aminmax(values)
-    return torch.stack((low, high)).float()
 
 
 def is_bad(low: float, high: float) -> bool:
@@ -103,7 +115,10 @@ def is_bad(low: float, high: float) -> bool:
 
 
 def describe(tensor: Tensor) -> TensorStats | None:
-    """Count the non-finite elements of a tensor exactly; None if all are finite. Reads the device, copies: rare use."""
+    """Count the non-finite elements of a tensor exactly; None if all are finite. Reads the device, copies: rare use.
+
+    A complex element counts once, whichever of its parts is bad. Of a sparse tensor the stored values are described.
+    """
     values = readable(tensor) if watchable(tensor) else None
     if values is None:
         return None
@@ -111,22 +126,29 @@ def describe(tensor: Tensor) -> TensorStats | None:
     if bool(finite.all()):
         return None
     good = values[finite]
-    where = (~finite).nonzero()
-    rows = where[:, 0].unique() if values.dim() and values.shape == tensor.shape else where.new_zeros(0)
+    parts = tensor.is_complex()
+    bad = (~finite).any(-1) if parts else ~finite
+    where = bad.nonzero()
+    dense = where.shape[1] == tensor.dim() and bad.shape == tensor.shape
+    rows = where[:, 0].unique() if dense and tensor.dim() else where.new_zeros(0)
     return TensorStats(
         shape=tuple(tensor.shape),
         dtype=str(tensor.dtype).removeprefix("torch."),
         device=str(tensor.device),
-        numel=tensor.numel(),
-        nan=int(values.isnan().sum()),
-        pos_inf=int((values == math.inf).sum()),
-        neg_inf=int((values == -math.inf).sum()),
+        numel=bad.numel(),
+        nan=_count(values.isnan(), parts),
+        pos_inf=_count(values == math.inf, parts),
+        neg_inf=_count(values == -math.inf, parts),
         finite_min=float(good.min()) if good.numel() else None,
         finite_max=float(good.max()) if good.numel() else None,
-        first_bad=tuple(where[0].tolist()),
+        first_bad=tuple(where[0].tolist()) if dense else None,
         bad_rows=tuple(rows[:5].tolist()),
         bad_row_count=rows.numel(),
     )
+
+
+def _count(chosen: Tensor, parts: bool) -> int:
+    return int((chosen.any(-1) if parts else chosen).sum())
 
 
 def looks_bad(tensor: Tensor) -> TensorStats | None:

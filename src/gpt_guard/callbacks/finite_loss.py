@@ -1,0 +1,122 @@
+"""What FiniteGuard says of a bad loss: whose code made it, how many targets teach anything, which operations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpt_guard.callbacks.blame import Blame
+from gpt_guard.callbacks.finite_words import GUARD, module_fields, module_name, shown_fields
+from gpt_guard.catalogue import finding
+from gpt_guard.hooks.reach import Labels, labels_of, operations
+from gpt_guard.hooks.tensors import walk
+from gpt_guard.hooks.watch import Watch
+from gpt_guard.records import Finding, TensorStats
+
+_IGNORE_INDEX = -100  # of torch's cross_entropy, and the label that data collators write
+
+
+def is_loss(watch: Watch, culprit: Blame) -> bool:
+    """Whether a bad output is a loss: a scalar of a loss module, one called so, or one the model itself computed."""
+    if culprit.maker is None or culprit.receiver is not None or culprit.shown.shape != ():
+        return False
+    if isinstance(watch.tap.modules[culprit.maker], nn.modules.loss._Loss):
+        return True
+    return "loss" in culprit.shown.position or (culprit.maker == 0 and culprit.after is not None)
+
+
+def loss_of_module(
+    watch: Watch, culprit: Blame, tensor: Tensor | None, masks: Sequence[str], here: dict[str, Any]
+) -> Finding:
+    """The loss that a module returned is bad; `tensor` is None where it is no longer at hand."""
+    assert culprit.maker is not None
+    shown = culprit.shown
+    kind = "NaN" if (shown.stats.nan if shown.stats else math.isnan(shown.high)) else "infinite"
+    whose = "the model" if culprit.maker == 0 else module_name(watch, culprit.maker)
+    after = "" if culprit.after is None else f", after {module_name(watch, culprit.after)} had returned a finite output"
+    return _bad_loss(
+        watch,
+        f"The loss that {whose} returned is {kind}.",
+        tensor,
+        masks,
+        evidence=shown_fields(shown),
+        **module_fields(watch, culprit.maker),
+        position=f"output{shown.position}",
+        tensor_stats=shown.stats,
+        origin=f"{module_name(watch, culprit.maker)} made it where it computes the loss{after}.",
+        **here,
+    )
+
+
+def loss_outside(
+    watch: Watch,
+    value: float,
+    loss: Tensor | None,
+    stats: TensorStats | None,
+    masks: Sequence[str],
+    here: dict[str, Any],
+) -> Finding:
+    """The loss is bad although everything the model gave out was finite."""
+    return _bad_loss(
+        watch,
+        f"The loss that backward() was called on is {value}.",
+        loss,
+        masks,
+        evidence={},
+        tensor_stats=stats,
+        origin="Every watched module output was finite: the code between the model's output and backward() made it.",
+        **here,
+    )
+
+
+def _bad_loss(
+    watch: Watch,
+    seen: str,
+    loss: Tensor | None,
+    masks: Sequence[str],
+    *,
+    evidence: dict[str, Any],
+    tensor_stats: TensorStats | None,
+    **fields: Any,
+) -> Finding:
+    labels = (labels_of(loss) if loss is not None else None) or _labels_given(watch)
+    made_by = operations(loss) if loss is not None else []
+    if labels is not None and labels.supervised < labels.labels:
+        evidence |= labels._asdict()
+        if labels.supervised == 0:
+            seen += f" 0 of {labels.labels} target positions are supervised (all are {labels.ignore_index})."
+    if made_by:
+        evidence["operations"] = made_by
+    if masks:
+        evidence["neg_inf_outputs"] = list(masks)
+    likely = _likely(labels, made_by, masks, tensor_stats)
+    return finding("GG102", seen, likely=likely, tensor=tensor_stats, evidence=evidence, guard=GUARD, **fields)
+
+
+def _likely(
+    labels: Labels | None, made_by: Sequence[str], masks: Sequence[str], stats: TensorStats | None
+) -> Iterable[str]:
+    if labels is not None and labels.supervised == 0:
+        yield "all_labels_ignored"
+    if masks and "NllLoss" in made_by:
+        yield "target_masked"
+    if stats is not None and stats.dtype == "float16" and stats.pos_inf:
+        yield "overflow"
+    if any(name in ("Log", "Log2", "Log10", "Log1P") for name in made_by):
+        yield "log_of_zero"
+    if "Div" in made_by:
+        yield "division_by_zero"
+    if any(name in ("Exp", "Expm1") for name in made_by):
+        yield "overflow"
+
+
+def _labels_given(watch: Watch) -> Labels | None:
+    """Integer inputs of the model that hold the ignored label, where the loss's own targets are out of reach."""
+    for _, tensor in walk(watch.tap.inputs):
+        if tensor.dtype is torch.int64 and tensor.numel() and bool((tensor == _IGNORE_INDEX).any()):
+            return Labels(tensor.numel(), int((tensor != _IGNORE_INDEX).sum()), _IGNORE_INDEX)
+    return None

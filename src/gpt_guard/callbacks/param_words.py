@@ -1,0 +1,190 @@
+"""Findings about parameters that do not move as they should, put into words with the figures of this run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gpt_guard.callbacks.param_confirm import Verdict
+from gpt_guard.callbacks.param_plan import listed
+from gpt_guard.catalogue import finding
+from gpt_guard.hooks.watch import Watch
+from gpt_guard.records import Finding, Observation
+from gpt_guard.render import learning_rate, learning_rates, number
+
+# State that Adam-like optimizers keep: with it, an element moves by about lr whatever the size of its gradient.
+_ADAPTIVE = frozenset({"exp_avg", "exp_avg_sq", "exp_inf", "square_avg", "sum"})
+_HALF_BYTES = 2
+# Share of the trainable elements; in a GPT the gains of all normalisation layers are well below it.
+_WORTH_SAYING = 0.05
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known about one step when a finding is written; `lr` is that of each parameter."""
+
+    watch: Watch
+    optimizer: Optimizer
+    seen: Observation
+    lr: Mapping[str, float]
+    tensors: Mapping[str, Tensor]
+
+    def update_size(self, name: str) -> float:
+        """About how far the optimizer wants to move one element of a parameter."""
+        tensor = self.tensors[name]
+        if _ADAPTIVE & set(self.optimizer.state.get(tensor, ())):
+            return self.lr[name]
+        norm = self.seen.grad_norms.get(name) or 0.0
+        return self.lr[name] * norm / math.sqrt(tensor.numel())
+
+    def half_spacing(self, name: str, magnitude: float) -> float:
+        """The largest change of a value of this size that rounding to the nearest undoes: |w| * eps / 2."""
+        return magnitude * torch.finfo(self.tensors[name].dtype).eps / 2
+
+    def rounds_away(self, name: str, verdict: Verdict) -> bool:
+        """Whether the wanted update is smaller than what rounding undoes."""
+        return self.update_size(name) < self.half_spacing(name, verdict.magnitude)
+
+    def elements(self, names: Iterable[str]) -> int:
+        """How many trainable elements these parameters have."""
+        return sum(self.tensors[name].numel() for name in names if self.tensors[name].requires_grad)
+
+    def is_half(self, name: str) -> bool:
+        """Whether the parameter has 16 bits or fewer."""
+        return self.tensors[name].dtype.itemsize <= _HALF_BYTES
+
+    def build(self, code: str, seen: str, names: Sequence[str], likely: Sequence[str]) -> Finding:
+        """A finding about these parameters in this step."""
+        path, kind = self.watch.owner_of(names[0])
+        return finding(
+            code,
+            seen,
+            likely=likely,
+            step=self.seen.step,
+            moment=self.seen.moment,
+            module=path,
+            module_class=kind,
+            parameter=names[0],
+            evidence={
+                "parameters": list(names[:50]),
+                "count": len(names),
+                "lr": list(self.seen.lr),
+                "grad_norm": self.seen.grad_norm,
+            },
+        )
+
+
+def judge_confirmed(
+    facts: Facts, verdicts: Mapping[str, Verdict], *, idle: bool, lost: float, scaling: bool
+) -> Iterator[tuple[Finding, list[str]]]:
+    """What an exact comparison of the suspects proves, each with the parameters it is about."""
+    if idle and not any(verdict.changed for verdict in verdicts.values()):
+        yield _nothing_moved(facts, verdicts, scaling=scaling), list(verdicts)
+        return
+    moving = {name: verdict for name, verdict in verdicts.items() if verdict.with_grad}
+    rounded = [
+        name
+        for name, verdict in moving.items()
+        if facts.is_half(name) and verdict.kept >= lost and facts.rounds_away(name, verdict)
+    ]
+    if rounded:
+        found = _lost_to_rounding(facts, rounded, moving)
+        if found is not None:
+            yield found, rounded
+    still = [name for name, verdict in moving.items() if not verdict.changed and name not in rounded]
+    if still:
+        yield _never_moves(facts, still, moving), still
+
+
+def _nothing_moved(facts: Facts, verdicts: Mapping[str, Verdict], *, scaling: bool) -> Finding:
+    names = list(verdicts)
+    compared = sum(verdict.compared for verdict in verdicts.values())
+    cleared = not any(verdict.with_grad for verdict in verdicts.values())
+    rounded = all(facts.rounds_away(name, verdict) for name, verdict in verdicts.items())
+    half = rounded and any(facts.is_half(name) for name in names)
+    likely = [
+        key
+        for key, holds in (
+            ("cleared", cleared),
+            ("rounding_half", half and not cleared),
+            ("lr_too_small", rounded and not half and not cleared),
+            ("found_inf", scaling),
+        )
+        if holds
+    ]
+    seen = facts.seen
+    return facts.build(
+        "GG301",
+        f"step() of {type(facts.optimizer).__name__} changed none of {compared:,} compared elements in "
+        f"{len(names)} parameters ({listed(names, 3)}), nor did the steps before it, at lr {learning_rates(seen.lr)} "
+        f"and a grad norm of {number(seen.grad_norm)} after backward()."
+        + (" When step() ran, all gradients were zero or None." if cleared else ""),
+        names,
+        likely,
+    )
+
+
+def _lost_to_rounding(facts: Facts, names: list[str], verdicts: Mapping[str, Verdict]) -> Finding | None:
+    """None where it is only the gains of normalisation layers, which start at 1 and stand still in any bfloat16 run."""
+    if facts.elements(names) < _WORTH_SAYING * facts.elements(facts.tensors):
+        return None
+    names = sorted(names, key=lambda name: -facts.tensors[name].numel())
+    first = names[0]
+    verdict = verdicts[first]
+    kept = sum(verdicts[name].with_grad - verdicts[name].moved_with_grad for name in names)
+    total = sum(verdicts[name].with_grad for name in names)
+    dtype = str(facts.tensors[first].dtype).removeprefix("torch.")
+    return facts.build(
+        "GG305",
+        f"{kept / total:.1%} of the {total:,} elements with a non-zero gradient kept their value in {len(names)} "
+        f"{dtype} parameters: {listed(names)}. In `{first}` a value of {verdict.magnitude:.2g} needs an update above "
+        f"{facts.half_spacing(first, verdict.magnitude):.2g} to change; the optimizer's is about "
+        f"{facts.update_size(first):.2g} (lr {learning_rate(facts.lr[first])}).",
+        names,
+        ["lr_below_spacing"],
+    )
+
+
+def _never_moves(facts: Facts, names: list[str], verdicts: Mapping[str, Verdict]) -> Finding:
+    first = names[0]
+    rounded = facts.rounds_away(first, verdicts[first])
+    return facts.build(
+        "GG304",
+        f"{len(names)} parameter{'s' if len(names) > 1 else ''} with a non-zero gradient never moved in the last steps "
+        f"although other parameters did: {listed(names)}. Grad norm of `{first}` "
+        f"{number(facts.seen.grad_norms.get(first))}, lr {learning_rate(facts.lr[first])}.",
+        names,
+        ["rounding" if rounded else "undone"],
+    )
+
+
+def zero_gradient(facts: Facts, names: list[str], patience: int) -> Finding:
+    """Parameters whose gradient was exactly zero in every step."""
+    many = len(names) > 1
+    return facts.build(
+        "GG304",
+        f"The gradient of {len(names)} trainable parameter{'s' if many else ''} has been exactly zero in every step so "
+        f"far, at least {patience} in a row, while others have one: {listed(names)}.",
+        names,
+        ["multiplied_by_zero"],
+    )
+
+
+def frozen_moved(facts: Facts, names: list[str]) -> Finding:
+    """Frozen parameters that a step changed."""
+    many = len(names) > 1
+    stale = [name for name in names if facts.tensors[name].grad is not None]
+    decays = any(group.get("weight_decay") for group in facts.optimizer.param_groups)
+    return facts.build(
+        "GG306",
+        f"step() changed {len(names)} parameter{'s' if many else ''} with requires_grad=False: {listed(names)}. "
+        f"{len(stale)} of them still {'have' if len(stale) != 1 else 'has'} an old gradient in .grad"
+        + (", and the optimizer applies weight decay." if decays else "."),
+        names,
+        ["stale_grad"] if stale else [],
+    )

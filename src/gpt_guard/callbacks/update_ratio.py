@@ -1,0 +1,99 @@
+"""Judge the update-to-weight ratio: how far one step moves the weights, relative to their size."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from gpt_guard.catalogue import finding
+from gpt_guard.records import Finding, Observation
+from gpt_guard.render import learning_rates
+
+_RECENT = 3
+
+
+class RatioWatch:
+    """Two bounds on the ratio over all matrices of one optimizer; each is reported once.
+
+    Too high is the geometric mean of three steps: one large step is common, three in a row replace the weights. Too
+    low is a median over `window` steps at the peak of the learning rate, and only if no step was ever much above it:
+    a run that has converged also takes tiny steps.
+    """
+
+    def __init__(self, high: float, low: float, window: int) -> None:
+        self._high = high
+        self._low = low
+        self._window: deque[float] = deque(maxlen=window)
+        self._lr: deque[float] = deque(maxlen=window)
+        self._lr_peak = 0.0
+        self._largest = 0.0
+        self._said: set[str] = set()
+
+    def judge(self, seen: Observation) -> Iterable[Finding]:
+        """Take in one step's ratio and yield what is out of bounds."""
+        ratio = seen.update_ratio
+        if ratio is None or not math.isfinite(ratio) or ratio <= 0.0 or not seen.lr:
+            return ()
+        lr = max(seen.lr)
+        self._window.append(ratio)
+        self._lr.append(lr)
+        self._lr_peak = max(self._lr_peak, lr)
+        self._largest = max(self._largest, ratio)
+        if self._largest > self._high:
+            return self._judge_high(seen)
+        return self._judge_low(seen, lr) if ratio < self._low else ()
+
+    def _judge_high(self, seen: Observation) -> Iterable[Finding]:
+        if "GG308" in self._said or len(self._window) < _RECENT:
+            return
+        recent = list(self._window)[-_RECENT:]
+        mean = math.prod(recent) ** (1 / _RECENT)
+        if mean > self._high:
+            self._said.add("GG308")
+            yield finding(
+                "GG308",
+                f"The last {_RECENT} steps changed the weight matrices by {', '.join(f'{r:.3g}' for r in recent)} "
+                f"times their own norm (geometric mean {mean:.3g}, bound {self._high:g}) at lr "
+                f"{learning_rates(seen.lr)}.",
+                step=seen.step,
+                moment=seen.moment,
+                evidence={"ratio": mean, "bound": self._high, "lr": list(seen.lr)},
+            )
+
+    def _judge_low(self, seen: Observation, lr: float) -> Iterable[Finding]:
+        full = len(self._window) == self._window.maxlen
+        at_peak = lr >= self._lr_peak and lr <= self._lr[0] * (1 + 1e-6)
+        if "GG309" in self._said or not full or not at_peak or self._largest > 10 * self._low:
+            return
+        median = statistics.median(self._window)
+        if median < self._low:
+            self._said.add("GG309")
+            yield finding(
+                "GG309",
+                f"Over the last {len(self._window)} steps the median update was {median:.2g} times the norm of the "
+                f"weight matrices (bound {self._low:.2g}), at the highest learning rate so far, "
+                f"{learning_rates(seen.lr)}.",
+                step=seen.step,
+                moment=seen.moment,
+                evidence={"ratio": median, "bound": self._low, "lr": list(seen.lr)},
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and lists."""
+        return {
+            "window": list(self._window),
+            "lr": list(self._lr),
+            "lr_peak": self._lr_peak,
+            "largest": self._largest,
+            "said": sorted(self._said),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self._window.extend(state["window"])
+        self._lr.extend(state["lr"])
+        self._lr_peak, self._largest = float(state["lr_peak"]), float(state["largest"])
+        self._said = set(state["said"])

@@ -1,0 +1,1 @@
+"""Preflight: one file per stage, from the environment to generation."""

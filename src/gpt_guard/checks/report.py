@@ -1,0 +1,98 @@
+"""PreflightReport: every line of every stage, the figures that two runs can be compared by, and the findings."""
+
+from __future__ import annotations
+
+import os
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from gpt_guard.checks.lines import MARKS, distinct, report_lines, summary
+from gpt_guard.checks.stages import heading
+from gpt_guard.errors import PreflightError
+from gpt_guard.fingerprint.atomic import replacing
+from gpt_guard.records import CheckResult, Report
+from gpt_guard.render import render_finding
+from gpt_guard.report_file import read_report
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+FACTS = (
+    "tokenizer_fingerprint",
+    "vocab_size",
+    "token_min",
+    "token_max",
+    "batch_shape",
+    "initial_loss",
+    "expected_loss",
+    "grad_norm",
+    "missing_gradients",
+    "update_size",
+    "overfit_loss",
+)
+"""The facts that every report has, as None where nothing could be measured."""
+STYLES = {"heading": "bold", "passed": "green", "failed": "bold red", "skipped": "dim"}
+_COLOURS = {"passed": "#2e7d32", "failed": "#c62828", "skipped": "#777777"}
+
+
+class PreflightReport(Report):
+    """What preflight found. Printing it shows every line; a notebook shows it as a table."""
+
+    @property
+    def passed(self) -> bool:
+        """True where no check failed. What was skipped has not failed: `checks` says what was not asked, and why."""
+        return not self.failed
+
+    @property
+    def failed(self) -> tuple[CheckResult, ...]:
+        """The results that failed, in order."""
+        return tuple(result for result in self.checks if result.status == "failed")
+
+    def raise_for_failures(self) -> None:
+        """Raise PreflightError, listing the lines that failed and the first finding, if there are any."""
+        if self.failed:
+            raise PreflightError(self.failed)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the report as JSON, whole or not at all; NaN and the infinities survive. Raises OSError."""
+        path = Path(path)
+        with replacing(path) as stream:
+            stream.write(self.model_dump_json(indent=2).encode())
+        return path
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read what `save` wrote. Raises GuardUsageError for anything else."""
+        return cls.model_validate(read_report(path).model_dump())
+
+    def __str__(self) -> str:
+        lines = [line.text for line in report_lines(self.checks)]
+        told = [f"\n{render_finding(finding)}" for finding in distinct(self.findings)]
+        return "\n".join([*lines, "", summary(self.checks), *told])
+
+    def __rich__(self) -> Text:
+        """For `rich.print`: the same text in colour."""
+        from rich.text import Text
+
+        text = Text()
+        for line in report_lines(self.checks):
+            text.append(f"{line.text}\n", style=STYLES[line.kind])
+        text.append(f"\n{summary(self.checks)}\n", style="bold")
+        for finding in distinct(self.findings):
+            text.append(f"\n{render_finding(finding)}\n")
+        return text
+
+    def _repr_html_(self) -> str:
+        """For a notebook: a table of all lines, the findings below it."""
+        rows = []
+        stage = ""
+        for result in self.checks:
+            name = heading(result.stage) if result.stage != stage else ""
+            stage = result.stage
+            mark = f'<td style="color:{_COLOURS[result.status]}">{MARKS[result.status]}</td>'
+            cells = "".join(f"<td>{escape(text)}</td>" for text in (result.title, result.measured, result.expected))
+            rows.append(f"<tr><th>{escape(name)}</th>{mark}{cells}</tr>")
+        head = "<tr><th>stage</th><th></th><th>check</th><th>measured</th><th>expected</th></tr>"
+        told = "".join(f"<pre>{escape(render_finding(finding))}</pre>" for finding in distinct(self.findings))
+        return f"<table>{head}{''.join(rows)}</table><p>{escape(summary(self.checks))}</p>{told}"

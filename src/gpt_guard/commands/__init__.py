@@ -1,0 +1,1 @@
+"""The commands of `gpt-guard`, one file each; torch is imported inside those that need it."""

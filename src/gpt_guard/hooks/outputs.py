@@ -1,0 +1,152 @@
+"""Hooks that test a module's output where it is made: the hot path of watching on the CPU."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from gpt_guard.hooks.tensors import kind_of, readable, total, version_of, walk, watchable
+
+_FAST_KINDS = (torch.float32, torch.float64)
+
+
+class Tap(Protocol):
+    """What a hook needs of the tap that it belongs to."""
+
+    paused: bool
+    order: deque[int]
+    entered: dict[int, tuple[int | None, int]]
+    untested: dict[int, list[weakref.ref[Tensor]]]
+    last: Callable[[], Any]
+    last_version: int
+
+    def suspect(self, index: int, position: str, tensor: Tensor, *, entering: bool = False) -> None:
+        """A tensor failed the cheap test."""
+
+    def cannot_test(self, index: int, why: str) -> None:
+        """A tensor could not be tested."""
+
+    def source_of(self, tensor: Tensor) -> int | None:
+        """The module with untested outputs that returned this very tensor."""
+
+
+class Hook:
+    """A module hook that acts for its own module only: a copied or pickled model takes along one that does nothing."""
+
+    def __init__(self, tap: Tap, index: int, module: nn.Module) -> None:
+        self.tap = tap
+        self.index = index
+        self._module = module
+
+    def active(self, module: nn.Module) -> bool:
+        """Whether to act: for its own module, not during a backward, not while torch.compile traces."""
+        return not self.tap.paused and module is self._module and not torch.compiler.is_compiling()
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return (_no_hook, ())
+
+
+class EntryNote(Hook):
+    """Note the version of a module's first input, to know later whether the module's own code has written to it.
+
+    Beside it, how many modules had returned: those after it were called from inside.
+    """
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.active(module):
+            first = args[0] if args else None
+            version = version_of(first) if type(first) is Tensor else None
+            self.tap.entered[self.index] = (version, len(self.tap.order))
+
+
+class InPlaceInput(Hook):
+    """Test what an in-place layer is given: afterwards its input is its output, and tells nothing."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        tap = self.tap
+        tensor = args[0] if args else None
+        if not self.active(module) or not isinstance(tensor, Tensor) or tested(tap, tensor):
+            return
+        number = measure(tap, self.index, tensor)
+        if number - number != 0.0:
+            tap.suspect(self.index, "[0]", tensor, entering=True)
+
+
+class OutputTest(Hook):
+    """Test an output with one sum; what a child has just returned was tested already."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        # `active` written out: a call less on every module.
+        tap = self.tap
+        if tap.paused or module is not self._module or torch.compiler.is_compiling():
+            return
+        tap.order.append(self.index)
+        if type(output) is Tensor and output.dtype in _FAST_KINDS and output.layout is torch.strided:
+            if output is tap.last() and version_of(output) == tap.last_version:
+                return
+            try:
+                number = output.detach().sum().item()
+                tap.last_version = output._version
+                tap.last = weakref.ref(output)
+            except RuntimeError:
+                number = measure(tap, self.index, output)
+            # x - x is 0 for a finite number and NaN otherwise: cheaper than a call of math.isfinite.
+            if number - number != 0.0:
+                tap.suspect(self.index, "", output)
+            return
+        for position, tensor in walk(output):
+            if not tested(tap, tensor):
+                number = measure(tap, self.index, tensor)
+                if number - number != 0.0:
+                    tap.suspect(self.index, position, tensor)
+
+
+class ReturnNote(Hook):
+    """Remember that an ignored module returned, and what: whoever receives it must not be blamed on its caller."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.active(module):
+            self.tap.order.append(self.index)
+            self.tap.untested[self.index] = [weakref.ref(tensor) for _, tensor in walk(output)]
+
+
+def tested(tap: Tap, tensor: Tensor) -> bool:
+    """Whether this very tensor was the last one tested, and nobody has written to it since."""
+    return tensor is tap.last() and version_of(tensor) == tap.last_version
+
+
+def measure(tap: Tap, index: int, tensor: Tensor) -> float:
+    """Sum of a tensor, read at once; 0.0 where there is nothing to test or nothing can be read."""
+    values = values_of(tap, index, tensor)
+    if values is None:
+        return 0.0
+    try:
+        number: float = total(values).item()
+    except Exception as error:
+        # vmap, fake tensors, a subclass without a sum: the model works with them, so the run must go on.
+        tap.cannot_test(index, f"{type(error).__name__} for a {type(tensor).__name__}")
+        return 0.0
+    tap.last_version = version_of(tensor)
+    tap.last = weakref.ref(tensor)
+    return number
+
+
+def values_of(tap: Tap, index: int, tensor: Tensor) -> Tensor | None:
+    """What `readable` gives; a tensor of a kind that cannot be tested is named as not watched."""
+    if not watchable(tensor):
+        tap.cannot_test(index, f"a {kind_of(tensor)} tensor")
+        return None
+    return readable(tensor)
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def _no_hook() -> Callable[..., None]:
+    return _nothing

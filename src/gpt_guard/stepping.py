@@ -1,0 +1,150 @@
+"""What happens round a step: measure and read before it, judge, complete the observation after it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from torch import Tensor
+
+from gpt_guard.desk import Desk
+from gpt_guard.errors import GuardError
+from gpt_guard.hooks.gradients import Gradients
+from gpt_guard.hooks.watch import Watch
+from gpt_guard.ledger import Readings
+from gpt_guard.observing import complete, observe, put_lr
+from gpt_guard.progress import Progress
+from gpt_guard.records import Moment, Observation
+from gpt_guard.roster import Roster
+
+_BEFORE, _AFTER = "before", "after"
+
+
+class Steps:
+    """Makes the observation of each step, and has the guards judge it before and after.
+
+    What is measured before a step is read just before it; what is measured after it is read at once where reading is
+    free, and together with the next step otherwise: until then its observation is `pending`.
+    """
+
+    def __init__(self, watch: Watch, gradients: Gradients, roster: Roster, desk: Desk, progress: Progress) -> None:
+        self._watch = watch
+        self._gradients = gradients
+        self._roster = roster
+        self._desk = desk
+        self._progress = progress
+        self._several = len(watch.optimizers) > 1
+        self._losses: Readings = {}
+        self._pending: Observation | None = None
+        self._step_time: float | None = None
+        self._clocks = [time.perf_counter()] * len(watch.optimizers)
+        watch.ledger.label = _BEFORE
+
+    def begin(self) -> None:
+        """A new step is being prepared: the losses of the last one no longer count."""
+        self._losses = {}
+        self._watch.ledger.drop("loss.")
+
+    def before(self, index: int) -> Observation:
+        """Measure, read and judge, before anything changes; raises what halts."""
+        self._roster.call("before_step", self._watch.optimizers[index])
+        seen = self.measure(index)
+        if not seen.skipped:
+            self._progress.latest = seen
+            try:
+                self._roster.judge(seen)
+            except GuardError:
+                self._desk.observe(seen)
+                raise
+        return seen
+
+    def measure(self, index: int) -> Observation:
+        """Learning rates, loss and gradient norms as they are now, with all that waits in the ledger."""
+        watch = self._watch
+        optimizer = watch.optimizers[index]
+        put_lr(watch.ledger, optimizer)
+        if watch.grad_norms is not None:
+            watch.ledger.put("grad_norms", watch.grad_norms.norms)
+        applied = None
+        # A fused optimizer takes the scale out inside its step, through this attribute.
+        unit = getattr(optimizer, "grad_scale", None)
+        if watch.grad_norms is None or self._gradients.altered(watch.grad_norms, unit, immediate=watch.immediate):
+            applied = self._gradients.measure(unit, immediate=watch.immediate)
+            watch.ledger.put("grad_norms.applied", applied.norms)
+        # A fused optimizer also skips by itself what a GradScaler found to overflow.
+        if isinstance(found := getattr(optimizer, "found_inf", None), Tensor):
+            watch.ledger.put("found_inf", found)
+        readings = self.read()
+        if readings.pop("found_inf", False):
+            return self._overflowed(index, readings)
+        return self._observe(index, readings, applied.names if applied else None, skipped=False)
+
+    def _overflowed(self, index: int, readings: Readings) -> Observation:
+        """The observation of a step that is not made, for the sake of its gradients: it has no figures of theirs."""
+        self._watch.grad_norms = None
+        kept = {name: value for name, value in readings.items() if not name.startswith("grad_norms")}
+        return self._observe(index, kept, None, skipped=True)
+
+    def _observe(self, index: int, readings: Readings, applied: list[str] | None, *, skipped: bool) -> Observation:
+        watch, progress = self._watch, self._progress
+        # Read with the first of several optimizers, true for all of them.
+        self._losses.update((name, value) for name, value in readings.items() if name.startswith("loss."))
+        return observe(
+            readings | self._losses,
+            watch.grad_norms.names if watch.grad_norms else [],
+            applied,
+            set(watch.held_by(index)) if self._several else None,
+            step=progress.steps[index],
+            moment=Moment.BEFORE_STEP,
+            optimizer=index,
+            micro_batches=watch.micro_batch,
+            tokens=progress.tokens or None,
+            samples=progress.samples or None,
+            skipped=skipped,
+        )
+
+    def after(self, index: int, seen: Observation) -> None:
+        """Measure what the step has done."""
+        self._watch.ledger.label = _AFTER
+        try:
+            self._roster.call("after_step", self._watch.optimizers[index])
+        finally:
+            self._watch.ledger.label = _BEFORE
+            self.count(index, seen)
+
+    def count(self, index: int, seen: Observation) -> None:
+        """The step was made; what waits is read with the next one, or now where reading is free."""
+        self._pending = seen
+        self._progress.steps[index] += 1
+        self._tick(index)
+        if self._watch.immediate:
+            self.read()
+
+    def skipped_outside(self, index: int) -> None:
+        """A GradScaler did not call `step()`."""
+        put_lr(self._watch.ledger, self._watch.optimizers[index])
+        self.skip(index, self._overflowed(index, self.read()))
+
+    def skip(self, index: int, seen: Observation) -> None:
+        """Not a step: told and judged, not counted."""
+        self._progress.latest = seen
+        self._progress.skipped += 1
+        self._tick(index)
+        self._desk.observe(seen)
+        self._roster.judge(seen)
+
+    def _tick(self, index: int) -> None:
+        now = time.perf_counter()
+        self._step_time, self._clocks[index] = now - self._clocks[index], now
+        self._watch.step = self._progress.step
+
+    def read(self) -> Readings:
+        """The one host read: returns what was measured before the step, completes the step before it."""
+        found = self._watch.ledger.read()
+        if self._pending is not None:
+            seen, self._pending = complete(self._pending, found.get(_AFTER, {}), self._step_time), None
+            self._progress.finish(seen)
+            self._desk.observe(seen)
+            self._roster.judge(seen)
+        before: dict[str, Any] = found.get(_BEFORE, {})
+        return before

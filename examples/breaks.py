@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from unittest import mock
 
-from gpt_guard.testing import inject_nonfinite
 from torch import Tensor
 
+from gpt_guard.testing import inject_nonfinite
 from mini_gpt import MiniGPT
 
 Part = TypeVar("Part")
@@ -65,10 +66,11 @@ def chosen(args: argparse.Namespace) -> Break:
     return BREAKS[args.broken] if args.broken else Break("", "", "", "", lambda part: part)
 
 
-@breaks("nan", "model", "a NaN is planted in blocks.1.mlp.up.weight at step 30", "FiniteGuard (GG1xx)")
-def nan_in_a_weight(model: MiniGPT) -> MiniGPT:
-    inject_nonfinite(model, "blocks.1.mlp.up.weight", step=30)
-    return model
+@breaks("nan", "loop", "a NaN is planted in blocks.1.mlp.up.weight at step 30", "FiniteGuard (GG105)")
+def nan_in_a_weight(loop: tuple[ExitStack, MiniGPT]) -> tuple[ExitStack, MiniGPT]:
+    stack, model = loop
+    stack.enter_context(inject_nonfinite(model, "blocks.1.mlp.up.weight", step=30))
+    return loop
 
 
 @breaks(

@@ -207,6 +207,7 @@ if "guardian" in checkpoint:  # guard
     guardian.load_state_dict(checkpoint["guardian"])  # guard
 with contextlib.ExitStack() as stack:
     stack.enter_context(exit_on_halt())  # guard
+    broken("loop", (stack, model))  # guard
     stack.enter_context(guardian)  # guard
     bar = stack.enter_context(TrainingProgress(step, args.steps, tokens=args.batch_size * BLOCK_SIZE))
     while step < args.steps:

@@ -64,7 +64,10 @@ RETURNS: dict[str, tuple[Wrap, Callable[[Any, Tensor], Tensor]]] = {
     "dict": (lambda logits, loss: {"loss": loss, "logits": logits}, lambda out, y: out["loss"]),
     "dataclass": (lambda logits, loss: Output(loss, logits), lambda out, y: out.loss),
     "namespace": (lambda logits, loss: SimpleNamespace(loss=loss, logits=logits), lambda out, y: out.loss),
-    "nested": (lambda logits, loss: {"a": [(logits, {"l": (loss, None, "text")})]}, lambda out, y: out["a"][0][1]["l"][0]),
+    "nested": (
+        lambda logits, loss: {"a": [(logits, {"l": (loss, None, "text")})]},
+        lambda out, y: out["a"][0][1]["l"][0],
+    ),
     "loss alone": (lambda logits, loss: loss, lambda out, y: out),
     "loss per row": (lambda logits, loss: logits, lambda out, y: F.cross_entropy(out, y, reduction="none").mean()),
 }

@@ -205,12 +205,13 @@ class Guardian:
                 loop.evaluating = before
 
     def save(self, path: str | Path, **extra: Any) -> Path:
-        """Write a checkpoint with all that a resume needs, stamped with what it belongs to; atomically, reads the device.
+        """Write a checkpoint with all that a resume needs, stamped with what it belongs to; atomic, reads the device.
 
         Refuses weights that are not finite (CheckpointError GG706); an older file at `path` is then left as it was.
         `extra` entries are stored beside gpt_guard's own, under their names. Loads under plain `torch.load(path)`.
         """
-        return save_checkpoint(path, extra=extra or None, guard_state=self.state_dict(), step=self.step, **self._parts())
+        state = self.state_dict()
+        return save_checkpoint(path, extra=extra or None, guard_state=state, step=self.step, **self._parts())
 
     def load(self, path: str | Path, *, strict: bool = True) -> LoadedCheckpoint:
         """Go on from a checkpoint: weights, optimizer, scheduler, scaler, and the Guardian's own counts and histories.

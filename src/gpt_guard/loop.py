@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gpt_guard.desk import Desk
+from gpt_guard.hooks.clearing import Clearing
 from gpt_guard.hooks.gradients import Gradients
 from gpt_guard.hooks.losses import LossScale
 from gpt_guard.hooks.optimizer import innermost
@@ -24,18 +25,23 @@ from gpt_guard.stepping import Steps
 class Loop:
     """Listens to forward, backward, optimizer and scaler.
 
-    `evaluating` is True inside of `guardian.evaluating()`. `backwards` counts the backward calls that were ours;
-    `saw_modules` is True once modules ran without a call of the model itself.
+    `evaluating` is True inside of `guardian.evaluating()`. `backwards` counts the backward calls that were ours,
+    `attempts` the steps that were begun or skipped; `saw_modules` is True once modules ran without a call of the model
+    itself.
     """
 
     def __init__(self, watch: Watch, roster: Roster, desk: Desk, progress: Progress) -> None:
         self.evaluating = False
         self.backwards = 0
+        self.attempts = 0
         self.saw_modules = False
         self._watch = watch
         self._roster = roster
         self._progress = progress
         self._gradients = Gradients(watch.tracked)
+        places = {name: place for place, name in enumerate(watch.tracked)}
+        held = [watch.held_by(index) for index in range(len(watch.optimizers))]
+        self._clearing = [Clearing([places[name] for name in names]) for names in held]
         self._steps = Steps(watch, self._gradients, roster, desk, progress)
         self._scale = LossScale()
         self._loss: Tensor | None = None
@@ -82,6 +88,8 @@ class Loop:
         if not watch.closure:
             self._open = [0] * len(self._open)
         cleared = self._gradients.mark()
+        for clearing in self._clearing:
+            clearing.backward_begins(self._gradients.state)
         if self._stepped or (cleared and watch.micro_batch):
             self._begin_step()
         self._scale.backward_begins()
@@ -111,6 +119,8 @@ class Loop:
             watch.ledger.put(f"loss.{watch.micro_batch}", loss.reshape(()))
         watch.micro_batch += 1
         watch.grad_norms = self._gradients.measure(self._scale.unit, immediate=watch.immediate)
+        for clearing in self._clearing:
+            clearing.backward_ended(self._gradients.state)
         self._roster.call("after_backward")
 
     def backward_failed(self) -> None:
@@ -133,6 +143,7 @@ class Loop:
         inner = innermost(optimizer)
         for index, own in enumerate(self._watch.optimizers):
             if own is inner and not self._fired:
+                self.attempts += 1
                 self._end_step()
                 self._steps.skipped_outside(index)
 
@@ -144,9 +155,11 @@ class Loop:
         if self._open[index] > 1:
             return
         self._fired, self._observed = True, None
-        self._watch.step = self._progress.steps[index]
-        self._watch.closure = closure
+        self.attempts += 1
+        watch = self._watch
+        watch.step, watch.closure = self._progress.steps[index], closure
         if not closure:
+            watch.ledger.put("grads_uncleared", self._clearing[index].step_begins())
             self._settle_before(index)
 
     def closure_ended(self, index: int) -> None:
@@ -172,6 +185,8 @@ class Loop:
         if self._open[index]:
             return
         seen, self._observed = self._observed, None
+        self._gradients.mark()
+        self._clearing[index].step_ended(self._gradients.state)
         try:
             if seen is None:
                 # A closure that was never called: there is nothing to compare with.

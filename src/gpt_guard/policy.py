@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Mapping
 
+from gpt_guard.catalogue import entries
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.records import Action, Finding, Severity
 
 Rules = Mapping[str, str] | Callable[[Finding], str | None]
 
-_SEVERITIES = frozenset(Severity)
-_KEY = re.compile(r"GG[1-9](xx|\d\d)?")
+_FAMILY = re.compile(r"GG[1-9](xx)?")
+# A guard of the user's own has codes of its own: MY101.
+_OWN_CODE = re.compile(r"(?!GG)[A-Z][A-Z_]*\d+")
 
 
 class Policy:
@@ -21,7 +24,8 @@ class Policy:
     worth knowing, and warns of everything else. `strict` halts on every error that no rule decides otherwise. A
     callable gets the finding and returns an action, or None to leave it to the default.
 
-    Raises GuardUsageError for a key that is neither a code, a family nor a severity, and for an unknown action.
+    Codes of a guard of your own (`MY101`) are keys like any other. Raises GuardUsageError for a key that is neither a
+    code, a family nor a severity, and for an unknown action.
     """
 
     def __init__(self, rules: Rules | None = None, *, strict: bool = False) -> None:
@@ -54,13 +58,19 @@ def _checked(rules: Mapping[str, str]) -> dict[str, Action]:
         )
     table: dict[str, Action] = {}
     for key, action in rules.items():
-        if key not in _SEVERITIES and not _KEY.fullmatch(key):
-            raise GuardUsageError(
-                f"policy has the key {key!r}, which is neither a finding code (GG101), a family (GG1xx) nor a "
-                f"severity ({', '.join(_SEVERITIES)})"
-            )
+        if key not in tuple(Severity) and not _FAMILY.fullmatch(key) and not _OWN_CODE.fullmatch(key):
+            _check_code(key)
         table[key.removesuffix("xx")] = _action(action)
     return table
+
+
+def _check_code(key: str) -> None:
+    if key not in entries():
+        near = difflib.get_close_matches(key, entries(), n=3) if key.startswith("GG") else []
+        raise GuardUsageError(
+            f"policy has the key {key!r}, which is neither a finding code ({', '.join(near) or 'GG101'}), a family "
+            f"(GG1xx) nor a severity ({', '.join(Severity)})"
+        )
 
 
 def _action(given: str) -> Action:

@@ -8,8 +8,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from gpt_guard.errors import GuardUsageError
-from gpt_guard.fingerprint.naming import printable
 from gpt_guard.records import REPORT_SCHEMA, Report
+from gpt_guard.render import clean
 
 MAX_REPORT_BYTES = 64 * 2**20
 """A report has some tens of kilobytes; far above, it is no report."""
@@ -37,8 +37,8 @@ def read_report(path: str | PathLike[str]) -> Report:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
         what = f"{place}: {first['msg']}" if place else str(first["msg"])
-        raise GuardUsageError(f"{file} is no report of gpt_guard: {printable(what, 200)}") from None
+        raise GuardUsageError(f"{file} is no report of gpt_guard: {clean(what)[:200]}") from None
     if report.schema_version != REPORT_SCHEMA:
-        seen = printable(report.schema_version)
+        seen = clean(report.schema_version)[:80]
         raise GuardUsageError(f"{file} has the schema {seen!r}; this gpt_guard reads {REPORT_SCHEMA!r}")
     return report

@@ -90,7 +90,9 @@ class Session:
         return inside + self.roster.blind_spots()
 
     def _unseen_forward(self) -> bool:
-        return self.watch.tap.calls == 0 and not self.watch.tap.order and not self.loop.saw_modules
+        tap, loop = self.watch.tap, self.loop
+        # Where no guard watches modules, calls of the model's parts are not seen; their gradients tell of them.
+        return tap.calls == 0 and not tap.order and not loop.saw_modules and (tap.watching or not loop.backwards)
 
     def finish(self) -> None:
         """Complete what still waits, let the guards speak at the end, and say what was never seen."""
@@ -105,7 +107,7 @@ class Session:
             self._say_compiled()
         elif self._unseen_forward():
             self._say_uncalled(stepped)
-        if self.watch.optimizers and not stepped:
+        if self.watch.optimizers and not self.loop.attempts:
             seen = f"{self.loop.backwards} backward calls reached the model" if self.loop.backwards else "no backward"
             self._desk.submit(
                 finding(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.param_delta import ParamDeltaProbe
@@ -407,11 +408,58 @@ def test_steps_too_small_to_train() -> None:
     model, optimizer = make(1e-10)
     guardian = watched(model, optimizer, lambda: train(model, optimizer, 60), patience=100)
     assert codes(guardian) == ["GG309"]
+    assert "median update" in only(guardian).seen
+    model, optimizer = make(1e-12)
+    guardian = watched(model, optimizer, lambda: train(model, optimizer, 60))
+    assert codes(guardian) == ["GG309"]
+    assert "Hardly anything moves" in only(guardian).seen
     model, optimizer = make()
     assert codes(watched(model, optimizer, lambda: train(model, optimizer, 60), ratio_low=1e-9)) == []
 
 
+def test_a_handful_of_weights_that_pass_through_zero_is_quiet() -> None:
+    model = nn.Linear(4, 1)
+    nn.init.constant_(model.weight, 0.01)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    assert codes(watched(model, optimizer, lambda: regress(model, optimizer, 20))) == []
+
+
 # Healthy loops.
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_a_run_that_has_converged_is_quiet(kind: Any) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = kind(model.parameters(), lr=0.1)
+    assert codes(watched(model, optimizer, lambda: regress(model, optimizer, 600))) == []
+
+
+class RefuseReads(TorchDispatchMode):
+    """Raises where the host asks for a value, as an accelerator would have to stop for it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        refused = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero")
+        assert func.overloadpacket.__name__ not in refused, f"{func} reads the device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{}, {"exact": True}])
+def test_nothing_is_read_while_watching(options: dict[str, Any]) -> None:
+    class Unreading(ParamDeltaProbe):
+        def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+            with RefuseReads():  # type: ignore[no-untyped-call]  # torch's base has no types
+                super().before_step(optimizer)
+
+        def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+            with RefuseReads():  # type: ignore[no-untyped-call]  # torch's base has no types
+                super().after_step(optimizer)
+
+    # Lost to rounding: the exact comparison of suspects runs as well.
+    model = TinyGPT().bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    guards: list[Guard] = [Unreading(**options)]
+    guardian = watched(model, optimizer, lambda: train(model, optimizer, 30), reads="per_step", guards=guards)
+    assert codes(guardian) == ["GG305"]
 
 
 @pytest.mark.parametrize(

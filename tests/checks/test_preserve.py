@@ -103,8 +103,9 @@ def ruin(model: MiniGPT, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     optimizer.state[model.head.weight] = {"momentum": torch.ones(3)}
     model.norm.weight = nn.Parameter(torch.zeros(8))
     model.head.weight.data = torch.zeros(11, 8, dtype=torch.float16)
-    model.blocks[0].mlp.up.weight.requires_grad_(False)
-    model.blocks[0].mlp.up.register_forward_hook(lambda *_: None)
+    up = model.get_submodule("blocks.0.mlp.up")
+    up.requires_grad_(False)
+    up.register_forward_hook(lambda *_: None)
     del model.blocks[0].attention_norm
     model.blocks.append(nn.Linear(2, 2))
     model.position_embedding.weight.grad = torch.ones_like(model.position_embedding.weight)
@@ -124,9 +125,14 @@ def test_everything_is_put_back() -> None:
 @pytest.mark.parametrize("error", [RuntimeError("a check failed"), KeyboardInterrupt(), GeneratorExit()])
 def test_everything_is_put_back_after_an_exception(error: BaseException) -> None:
     model, optimizer, x = trained()
-    with unchanged(model, optimizer), pytest.raises(type(error)), preserved(model, optimizer, [x]):
-        ruin(model, optimizer, x)
-        raise error
+
+    def check_that_fails() -> None:
+        with preserved(model, optimizer, [x]):
+            ruin(model, optimizer, x)
+            raise error
+
+    with unchanged(model, optimizer), pytest.raises(type(error)):
+        check_that_fails()
 
 
 @pytest.mark.parametrize(
@@ -158,7 +164,7 @@ def test_lbfgs_history_is_put_back() -> None:
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = model(x).square().mean()
+        loss: Tensor = model(x).square().mean()
         loss.backward()
         return loss
 
@@ -203,7 +209,7 @@ def test_tied_weights_buffers_attributes_and_unregistered_modules(dtype: torch.d
         model.head.weight = nn.Parameter(torch.zeros(7, 4))
         model.hidden.append(nn.Linear(1, 1))
         model.calls = 99
-        model.extra = "left behind"
+        vars(model)["extra"] = "left behind"
     assert model.head.weight is model.embedding.weight
     assert model.mask.stride(0) == 0
     assert model.nothing is None
@@ -306,6 +312,23 @@ def test_a_schedulers_patched_optimizer_is_left_patched() -> None:
     optimizer.step()
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def test_wrappers_and_parametrizations() -> None:
+    compiled: Any = torch.compile(nn.Linear(2, 2), backend="eager")
+    for model in (compiled, nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))):
+        with unchanged(model), preserved(model):
+            model(torch.ones(1, 2)).sum().backward()
+            with torch.no_grad():
+                next(iter(model.parameters())).add_(1)
+
+
+def test_tensors_made_in_inference_mode_are_no_obstacle() -> None:
+    with torch.inference_mode():
+        x = torch.ones(2)
+    with preserved(tensors=[x]):
+        pass
+    assert torch.equal(x, torch.ones(2))
 
 
 def test_lazy_parameters_are_refused_before_anything_happens() -> None:

@@ -14,11 +14,13 @@ from typing import Any
 from torch import Tensor
 
 from gpt_guard.hooks.forward import ForwardTap
-from gpt_guard.hooks.frames import passed_from_outside, running_calls
+from gpt_guard.hooks.frames import inside_of, passed_from_outside, running_calls
 from gpt_guard.hooks.state import BadState, bad_state
 from gpt_guard.hooks.tensors import describe, looks_bad, version_of, walk
 from gpt_guard.hooks.weigh import Place, Weighed
-from gpt_guard.records import TensorStats
+from gpt_guard.records import SourceLine, TensorStats
+
+_Bad = tuple[str, TensorStats, Tensor]
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,9 @@ class Blame:
 
     `receiver` is the module that only received it; `after` the last module inside the maker that had returned. `state`
     is a parameter or buffer of the maker that was bad before. Where `certain` is False, `maker` is the closest that can
-    be told; `ignored` says that the maker's outputs are not tested.
+    be told; `ignored` says that the maker's outputs are not tested. `masked_rows` counts the rows that are -inf
+    throughout in what the maker works on, `bad_locals` names the variables of its code that are bad, `where` is its
+    line, where its code is still running.
     """
 
     maker: int | None
@@ -59,8 +63,10 @@ class Blame:
     after: int | None = None
     state: BadState | None = None
     masked_rows: int = 0
+    bad_locals: tuple[str, ...] = ()
     certain: bool = True
     ignored: bool = False
+    where: SourceLine | None = None
 
 
 def blame(
@@ -84,20 +90,50 @@ def blame(
         certain = not _wrote_to_input(tap, index, own)
         shown = Shown.read(position, stats)
         return Blame(index, shown, after=inner, state=state, masked_rows=_masked_rows(own), certain=certain)
-    shown, bad = Shown.read(received[0], received[1]), received[2]
-    source = tap.source_of(bad)
+    source = tap.source_of(received[2])
     if source is not None:
-        return Blame(source, shown, index, ignored=True)
+        return Blame(source, Shown.read(*received[:2]), index, ignored=True)
     around = [(module, inputs) for module, inputs in calls if module != index]
+    receiver = index
     for outer, inputs in around:
-        given = passed_from_outside(tap.modules[0], bad) if inputs is None else _bad_input(tap, outer, inputs)
-        if not given:
-            state = bad_state(tap.modules[outer], tap.names[outer], untouched)
-            inner = _last_inside(tap, returned, outer, index)
-            return Blame(outer, shown, index, inner, state, certain=inputs is not None)
+        given = _given(tap, outer, inputs, received)
+        if given is None:
+            return _made_between(tap, outer, receiver, received, returned, untouched, certain=inputs is not None)
+        receiver, received = outer, given
     if not around and returned and index != 0:
-        return Blame(None, shown, index, returned[-1])
-    return Blame(None, shown, around[-1][0] if around else index)
+        return Blame(None, Shown.read(*received[:2]), index, returned[-1])
+    return Blame(None, Shown.read(*received[:2]), receiver)
+
+
+def _given(tap: ForwardTap, outer: int, inputs: Any, received: _Bad) -> _Bad | None:
+    """What is bad in what a running module was called with; a method that was called instead tells less."""
+    if inputs is not None:
+        return _bad_input(tap, outer, inputs)
+    return received if passed_from_outside(tap.modules[0], received[2]) else None
+
+
+def _made_between(
+    tap: ForwardTap,
+    outer: int,
+    receiver: int,
+    received: _Bad,
+    returned: Sequence[int],
+    untouched: dict[int, int],
+    *,
+    certain: bool,
+) -> Blame:
+    inside = inside_of(tap.modules[outer])
+    return Blame(
+        outer,
+        Shown.read(*received[:2]),
+        receiver,
+        _last_inside(tap, returned, outer, receiver),
+        bad_state(tap.modules[outer], tap.names[outer], untouched),
+        _masked_rows(inside.variables),
+        _bad_names(inside.variables),
+        certain,
+        where=inside.line,
+    )
 
 
 def blame_weighed(tap: ForwardTap, weighed: Weighed, number: int, shown: Shown, untouched: dict[int, int]) -> Blame:
@@ -124,7 +160,7 @@ def blame_weighed(tap: ForwardTap, weighed: Weighed, number: int, shown: Shown, 
     return Blame(place.caller, shown, place.module, inside[-1] if inside else None, state)
 
 
-def _bad_input(tap: ForwardTap, index: int, inputs: Any) -> tuple[str, TensorStats, Tensor] | None:
+def _bad_input(tap: ForwardTap, index: int, inputs: Any) -> _Bad | None:
     """The first bad tensor that a running module was given and has not itself written to since."""
     args, kwargs = inputs
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
@@ -151,8 +187,15 @@ def _wrote_to_input(tap: ForwardTap, index: int, inputs: Any) -> bool:
     return index in tap.entered and isinstance(first, Tensor) and _written(tap, index, "[0]", first)
 
 
+def _bad_names(variables: dict[str, Any]) -> tuple[str, ...]:
+    """Local variables of the maker's code that are bad tensors."""
+    return tuple(
+        name for name, value in variables.items() if isinstance(value, Tensor) and looks_bad(value) is not None
+    )
+
+
 def _masked_rows(inputs: Any) -> int:
-    """Rows along the last dimension that are -inf throughout, in inputs that hold -inf as a mask does."""
+    """Rows along the last dimension that are -inf throughout, in tensors that hold -inf as a mask does."""
     for _, tensor in walk(inputs):
         stats = describe(tensor)
         if stats is not None and stats.only_neg_inf and tensor.dim():

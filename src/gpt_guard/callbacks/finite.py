@@ -100,7 +100,6 @@ class FiniteGuard(Guard):
         self._bad_forward = False
         watch = self.watch
         if not watch.immediate:
-            # What methods of the model have called since; it belongs to no forward of the model itself.
             self._late.keep_forward(watch, self._micro_batch, self._untouched, evaluation=False)
         self._untouched = self._state.buffer_versions()
         if watch.immediate and self.outputs and watch.tap.inputs is not None:
@@ -128,7 +127,8 @@ class FiniteGuard(Guard):
             self._note_mask(index, Shown.read(position, stats), self._here_now())
             return
         culprit = blame(watch.tap, index, position, tensor, entering=entering, untouched=self._untouched)
-        self._accuse(culprit, tensor, self._here_now())
+        here = self._here_now()
+        self._accuse(culprit, tensor, here if culprit.where is None else here | {"where": culprit.where})
 
     def _note_mask(self, index: int, shown: Shown, here: dict[str, Any]) -> None:
         if index not in self._masks:
@@ -170,6 +170,9 @@ class FiniteGuard(Guard):
         watch = self.watch
         # Until the step, to tell the order of backward if a gradient is bad; its saved tensors are freed by then.
         self._loss = loss
+        if not watch.immediate:
+            # What methods of the model have called: no call of the model itself has ended.
+            self._late.keep_forward(watch, self._micro_batch, self._untouched, evaluation=False)
         if not watch.immediate or self._bad_forward:
             return
         stats = describe(loss)

@@ -63,7 +63,7 @@ def bad_output(watch: Watch, culprit: Blame, here: dict[str, Any]) -> Finding:
         position = f"input{shown.position} of {watch.tap.names[receiver] or 'the model'}"
     return finding(
         "GG101",
-        f"{seen} {state_of(shown)}.",
+        f"{seen} {state_of(shown)}.{_masked(culprit)}",
         likely=_likely(watch, culprit),
         **module_fields(watch, culprit.maker),
         position=position,
@@ -118,6 +118,13 @@ def _origin(watch: Watch, culprit: Blame) -> str:
     return f"{maker} made it: its inputs and its parameters are finite."
 
 
+def _masked(culprit: Blame) -> str:
+    if not culprit.masked_rows:
+        return ""
+    rows = "1 row is" if culprit.masked_rows == 1 else f"{culprit.masked_rows} rows are"
+    return f" In what it works on, {rows} -inf throughout: softmax makes of that 0/0."
+
+
 def _evidence(watch: Watch, culprit: Blame) -> dict[str, Any]:
     found = shown_fields(culprit.shown)
     if culprit.receiver is not None:
@@ -125,7 +132,9 @@ def _evidence(watch: Watch, culprit: Blame) -> dict[str, Any]:
     if culprit.after is not None:
         found["after"] = watch.tap.names[culprit.after]
     if culprit.masked_rows:
-        found["input_rows_all_neg_inf"] = culprit.masked_rows
+        found["rows_all_neg_inf"] = culprit.masked_rows
+    if culprit.bad_locals:
+        found["bad_variables"] = list(culprit.bad_locals)
     return found
 
 

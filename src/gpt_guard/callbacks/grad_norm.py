@@ -19,6 +19,8 @@ from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Observation
 
 _IN_A_ROW = 3
+# One step on uncleared gradients may be a slip at a boundary; a second in a row is how the loop works.
+_UNCLEARED = 2
 
 
 class GradNormMonitor(Guard):
@@ -114,6 +116,8 @@ class GradNormMonitor(Guard):
         track = self._tracks.get(seen.optimizer)
         if track is None:
             track = self._tracks[seen.optimizer] = self._new_track()
+        if (uncleared := seen.readings.get("grads_uncleared", 0)) >= _UNCLEARED:
+            yield norm_findings.uncleared(seen, uncleared)
         backwards, track.backwards = self._backwards - track.backwards, self._backwards
         if self._missing is not None:
             yield from self._missing.judge(seen)

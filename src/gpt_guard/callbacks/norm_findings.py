@@ -51,6 +51,19 @@ def nothing_to_apply(seen: Observation, in_a_row: int, held: int, backwards: int
     )
 
 
+def uncleared(seen: Observation, in_a_row: int) -> Finding:
+    """GG209: gradients that a step has used were still there when the next backward began."""
+    first = seen.step - in_a_row + 1
+    return _about(
+        "GG209",
+        seen,
+        f"Gradients were not cleared between optimizer steps: since step {first}, backward() began with the .grad that "
+        f"the step before had already used ({in_a_row} steps in a row; grad norm now {number(seen.grad_norm)}).",
+        likely=["missing_zero_grad"],
+        evidence={"first_step": first, "in_a_row": in_a_row},
+    )
+
+
 def above_limit(seen: Observation, limit: float) -> Finding:
     """GG207: above the absolute limit that the user gave."""
     return _about(

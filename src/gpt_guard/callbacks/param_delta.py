@@ -55,7 +55,7 @@ class ParamDeltaProbe(Guard):
         every: int = 1,
         sample: int = 64,
         patience: int = 20,
-        lost_share: float = 0.95,
+        lost_share: float = 0.8,
         ratio_high: float = RATIO_HIGH,
         ratio_low: float = RATIO_LOW,
         ratio_window: int = 50,
@@ -117,9 +117,9 @@ class ParamDeltaProbe(Guard):
         plan, columns = measured.plan, measured.columns
         self._last = plan.names, columns
         if not measured.closure:
-            yield from self._ratio_watch(seen.optimizer).judge(seen)
+            yield from self._ratio_watch(seen.optimizer).judge(seen, plan.weights)
         history = self._history(seen.optimizer)
-        weight = history.weigh(max(seen.lr, default=0.0))
+        weight = history.weigh(max(seen.lr, default=0.0), seen.grad_norm)
         quiet = not plan.any_frozen and history.quiet(len(plan.names), min(columns.share), half=plan.any_half)
         if not quiet or measured.verdicts:
             yield from self._judge_moves(seen, measured, columns.share, weight)
@@ -136,12 +136,13 @@ class ParamDeltaProbe(Guard):
             seen,
             lr=dict(zip(plan.names, lr, strict=True)),
             tensors=dict(zip(plan.names, plan.tensors, strict=True)),
+            ratio_low=self._ratio_bounds[1],
         )
         if measured.verdicts and seen.grad_norm:
             yield from self._judge_confirmed(facts, measured.verdicts, history, scaling=measured.scaling)
         if seen.grad_norm:
             # What a closure evaluated several times adds up to is the optimizer's choice; a line search may stay put.
-            history.count(step, 0.0 if measured.closure else weight)
+            history.count(step, 0.0 if measured.closure or history.converged(seen.grad_norm) else weight)
             history.count_zero_grads(step)
         if thawed := self._new("GG306", history.thawed()):
             yield frozen_moved(facts, thawed)
@@ -153,8 +154,13 @@ class ParamDeltaProbe(Guard):
         self, facts: Facts, verdicts: Mapping[str, Verdict], history: History, *, scaling: bool
     ) -> Iterable[Finding]:
         idle = history.idle >= IDLE_STEPS
-        for found, names in judge_confirmed(facts, verdicts, idle=idle, lost=self._lost, scaling=scaling):
+        moved = {name for name in verdicts if history.has_moved(name)}
+        for found, names in judge_confirmed(facts, verdicts, moved, idle=idle, lost=self._lost, scaling=scaling):
             self._said |= {f"moves {name}" for name in names}
+            ratio = self._ratio_watch(facts.seen.optimizer)
+            if found.code == "GG309" and "GG309" in ratio.said:
+                continue
+            ratio.said.add(found.code)
             # Parameters get stuck one after the other; that all of them round, or none moves, is said once.
             if found.code == "GG304" or found.code not in self._said:
                 self._said.add(found.code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ _CONDITIONAL = 10
 _RISING = 0.1
 _THAWED = 2
 _FAR_BELOW_PEAK = 0.1
+_CONVERGED = 1e-3
 # Two steps in a row: one can be a step that an optimizer leaves out on purpose.
 IDLE_STEPS = 2
 
@@ -48,20 +50,34 @@ class History:
     zero: dict[str, int] = field(default_factory=dict)
     alive: set[str] = field(default_factory=set)
     thawing: dict[str, int] = field(default_factory=dict)
+    movers: set[str] = field(default_factory=set)
+    all_moved: bool = False
     lr_last: float = 0.0
     lr_peak: float = 0.0
+    grad_peak: float = 0.0
 
     def quiet(self, names: int, least: float, *, half: bool) -> bool:
         """Whether nothing needs to be counted: all of so many tensors moved, at least by `least`, and nothing waits.
 
         Holds only where nothing is frozen: a frozen tensor must not move.
         """
-        if self.still or self.idle or self.thawing or len(self.alive) < names:
+        if least <= (self.kept if half else 0.0):
             return False
-        return least > (self.kept if half else 0.0)
+        self.all_moved = True
+        return not (self.still or self.idle or self.thawing or len(self.alive) < names)
 
-    def weigh(self, lr: float) -> float:
-        """What a step with this learning rate, the highest of its groups, counts for."""
+    def converged(self, grad_norm: float) -> bool:
+        """Whether the gradient is next to nothing beside what it was: then standing still is no trouble."""
+        return grad_norm < _CONVERGED * self.grad_peak
+
+    def has_moved(self, name: str) -> bool:
+        """Whether this parameter moved in an earlier step: if it does so no longer, the run may have converged."""
+        return self.all_moved or name in self.movers
+
+    def weigh(self, lr: float, grad_norm: float | None) -> float:
+        """What a step with this learning rate, the highest of its groups, and this gradient norm counts for."""
+        if grad_norm is not None and math.isfinite(grad_norm):
+            self.grad_peak = max(self.grad_peak, grad_norm)
         rising = self.lr_last > 0.0 and lr > self.lr_last * (1 + 1e-6)
         self.lr_last, self.lr_peak = lr, max(self.lr_peak, lr)
         if not lr > 0.0 or lr < _FAR_BELOW_PEAK * self.lr_peak:
@@ -84,6 +100,7 @@ class History:
                 self.still[name] = self.still.get(name, 0.0) + weight
             else:
                 self.still.pop(name, None)
+                self.movers.add(name)
         self.idle = self.idle + weight if eligible and not moved else 0.0
 
     def _count_frozen(self, name: str, share: float) -> None:
@@ -150,7 +167,8 @@ class History:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave."""
         for key, value in state.items():
-            setattr(self, key, set(value) if key == "alive" else dict(value) if isinstance(value, dict) else value)
+            taken = set(value) if isinstance(value, list) else dict(value) if isinstance(value, dict) else value
+            setattr(self, key, taken)
 
 
 def _submodule(model: nn.Module, path: str) -> nn.Module | None:

@@ -51,12 +51,13 @@ class Plan:
         group_of = {id(t): place for place, group in enumerate(optimizer.param_groups) for t in group["params"]}
         values = {name: local(tensor) for name, tensor in everything.items()}
         self.names = [name for name, value in values.items() if value is not None]
-        self.left_out = [name for name, value in values.items() if value is None and everything[name].numel()]
+        self.left_out = [name for name, value in values.items() if value is None and _has_elements(everything[name])]
         self.tensors = [everything[name] for name in self.names]
         self.groups = [group_of[id(tensor)] for tensor in self.tensors]
         self.own = [id(tensor) in model for tensor in self.tensors]
         self.trains = [tensor.requires_grad for tensor in self.tensors]
         self.half = [tensor.dtype.itemsize < torch.float32.itemsize for tensor in self.tensors]
+        self.weights = sum(tensor.numel() for tensor in self.tensors if tensor.dim() >= 2)
         self.any_half = any(self.half)
         self.any_frozen = not all(self.trains)
         self._members = [list(group["params"]) for group in optimizer.param_groups]
@@ -104,6 +105,12 @@ class Plan:
         return [-1 if value is None else value.data_ptr() for value in values]
 
 
+def _has_elements(tensor: Tensor) -> bool:
+    """Whether this process holds any of it: the shard of a small tensor may be empty."""
+    values = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return bool(values.numel())
+
+
 class Columns:
     """The measurements of one step on the host, in the order of the plan's names, unpacked only when asked for.
 
@@ -116,7 +123,7 @@ class Columns:
         self._groups = [(change.places, vector) for change, vector in zip(changes, vectors, strict=True)]
         self._count = count
         self.norm = self._column(0)
-        halves = any([_has_share(places, vector) for places, vector in self._groups])
+        halves = any(_has_share(places, vector) for places, vector in self._groups)
         self.share = self._column(2) if halves else self.norm
         moved = math.hypot(*[vector[-3] for vector in vectors])
         held = math.hypot(*[vector[-2] for vector in vectors])

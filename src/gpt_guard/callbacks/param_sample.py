@@ -46,8 +46,8 @@ class Rows:
         self._narrow = first.dtype.itemsize < _NARROW
         self._like = [_layout(tensor) for tensor in tensors]
         self._views = [sample_view(tensor, size) for tensor in tensors]
-        # Change and values in one buffer, so that one reduction gives the norms of both. All results have their place in
-        # one vector from the start: on the CPU each allocation or join costs as much as the arithmetic.
+        # Change and values in one buffer, so that one reduction gives the norms of both. All results have their place
+        # in one vector from the start: on the CPU each allocation or join costs as much as the arithmetic.
         self._both = first.new_zeros((2, len(tensors), size))
         self._after, self._before = self._both.unbind(0)
         self._after_rows, self._before_rows = self._rows(self._after), self._rows(self._before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,13 +26,17 @@ _WORTH_SAYING = 0.05
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known about one step when a finding is written; `lr` is that of each parameter."""
+    """What is known about one step when a finding is written.
+
+    `lr` is that of each parameter, `ratio_low` the update-to-weight ratio below which a whole model stands still.
+    """
 
     watch: Watch
     optimizer: Optimizer
     seen: Observation
     lr: Mapping[str, float]
     tensors: Mapping[str, Tensor]
+    ratio_low: float
 
     def update_size(self, name: str) -> float:
         """About how far the optimizer wants to move one element of a parameter."""
@@ -49,6 +53,14 @@ class Facts:
     def rounds_away(self, name: str, verdict: Verdict) -> bool:
         """Whether the wanted update is smaller than what rounding undoes."""
         return self.update_size(name) < self.half_spacing(name, verdict.magnitude)
+
+    def only_gains(self, names: Sequence[str], verdicts: Mapping[str, Verdict]) -> bool:
+        """Whether rounding undoes the updates of a few elements only, which is no reason to speak.
+
+        It does so with the gains of normalisation layers, which are near 1, in most runs in bfloat16.
+        """
+        few = self.elements(names) < _WORTH_SAYING * self.elements(self.tensors)
+        return few and all(self.rounds_away(name, verdicts[name]) for name in names)
 
     def elements(self, names: Iterable[str]) -> int:
         """How many trainable elements these parameters have."""
@@ -80,31 +92,34 @@ class Facts:
 
 
 def judge_confirmed(
-    facts: Facts, verdicts: Mapping[str, Verdict], *, idle: bool, lost: float, scaling: bool
+    facts: Facts, verdicts: Mapping[str, Verdict], moved: Container[str], *, idle: bool, lost: float, scaling: bool
 ) -> Iterator[tuple[Finding, list[str]]]:
-    """What an exact comparison of the suspects proves, each with the parameters it is about."""
+    """What an exact comparison of the suspects proves, each with the parameters it is about.
+
+    What has `moved` in earlier steps and now wants to move by less than rounding undoes has converged.
+    """
+    converged = {name for name, verdict in verdicts.items() if name in moved and facts.rounds_away(name, verdict)}
     if idle and not any(verdict.changed for verdict in verdicts.values()):
-        yield _nothing_moved(facts, verdicts, scaling=scaling), list(verdicts)
+        cleared = not any(verdict.with_grad for verdict in verdicts.values())
+        if cleared or len(converged) < len(verdicts):
+            yield _nothing_moved(facts, verdicts, cleared=cleared, scaling=scaling), list(verdicts)
         return
-    moving = {name: verdict for name, verdict in verdicts.items() if verdict.with_grad}
+    moving = {name: v for name, v in verdicts.items() if v.with_grad and name not in converged}
     rounded = [
         name
         for name, verdict in moving.items()
         if facts.is_half(name) and verdict.kept >= lost and facts.rounds_away(name, verdict)
     ]
-    if rounded:
-        found = _lost_to_rounding(facts, rounded, moving)
-        if found is not None:
-            yield found, rounded
+    if rounded and not facts.only_gains(rounded, moving):
+        yield _lost_to_rounding(facts, rounded, moving), rounded
     still = [name for name, verdict in moving.items() if not verdict.changed and name not in rounded]
-    if still:
+    if still and not facts.only_gains(still, moving):
         yield _never_moves(facts, still, moving), still
 
 
-def _nothing_moved(facts: Facts, verdicts: Mapping[str, Verdict], *, scaling: bool) -> Finding:
+def _nothing_moved(facts: Facts, verdicts: Mapping[str, Verdict], *, cleared: bool, scaling: bool) -> Finding:
     names = list(verdicts)
     compared = sum(verdict.compared for verdict in verdicts.values())
-    cleared = not any(verdict.with_grad for verdict in verdicts.values())
     rounded = all(facts.rounds_away(name, verdict) for name, verdict in verdicts.items())
     half = rounded and any(facts.is_half(name) for name in names)
     likely = [
@@ -129,10 +144,7 @@ def _nothing_moved(facts: Facts, verdicts: Mapping[str, Verdict], *, scaling: bo
     )
 
 
-def _lost_to_rounding(facts: Facts, names: list[str], verdicts: Mapping[str, Verdict]) -> Finding | None:
-    """None where it is only the gains of normalisation layers, which start at 1 and stand still in any bfloat16 run."""
-    if facts.elements(names) < _WORTH_SAYING * facts.elements(facts.tensors):
-        return None
+def _lost_to_rounding(facts: Facts, names: list[str], verdicts: Mapping[str, Verdict]) -> Finding:
     names = sorted(names, key=lambda name: -facts.tensors[name].numel())
     first = names[0]
     verdict = verdicts[first]
@@ -152,14 +164,30 @@ def _lost_to_rounding(facts: Facts, names: list[str], verdicts: Mapping[str, Ver
 
 def _never_moves(facts: Facts, names: list[str], verdicts: Mapping[str, Verdict]) -> Finding:
     first = names[0]
-    rounded = facts.rounds_away(first, verdicts[first])
+    rounded = [name for name in names if facts.rounds_away(name, verdicts[name])]
+    ratio = facts.seen.update_ratio
+    if rounded and (ratio is None or not ratio >= facts.ratio_low):
+        return _too_small(facts, rounded, verdicts)
     return facts.build(
         "GG304",
         f"{len(names)} parameter{'s' if len(names) > 1 else ''} with a non-zero gradient never moved in the last steps "
         f"although other parameters did: {listed(names)}. Grad norm of `{first}` "
         f"{number(facts.seen.grad_norms.get(first))}, lr {learning_rate(facts.lr[first])}.",
         names,
-        ["rounding" if rounded else "undone"],
+        ["rounding" if first in rounded else "undone"],
+    )
+
+
+def _too_small(facts: Facts, names: list[str], verdicts: Mapping[str, Verdict]) -> Finding:
+    first = max(names, key=lambda name: facts.tensors[name].numel())
+    return facts.build(
+        "GG309",
+        f"Hardly anything moves: {len(names)} parameters ({listed(names)}) never moved in the last steps "
+        f"although they have a gradient. In `{first}` a value of {verdicts[first].magnitude:.2g} needs an update above "
+        f"{facts.half_spacing(first, verdicts[first].magnitude):.2g} to change; the optimizer's is about "
+        f"{facts.update_size(first):.2g} (lr {learning_rate(facts.lr[first])}).",
+        names,
+        ["lr_too_small"],
     )
 
 

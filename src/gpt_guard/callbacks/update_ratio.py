@@ -13,6 +13,8 @@ from gpt_guard.records import Finding, Observation
 from gpt_guard.render import learning_rates
 
 _RECENT = 3
+# A handful of weights passes through zero as a whole, and then any step is large in relation.
+_FEW = 64
 
 
 class RatioWatch:
@@ -30,29 +32,29 @@ class RatioWatch:
         self._lr: deque[float] = deque(maxlen=window)
         self._lr_peak = 0.0
         self._largest = 0.0
-        self._said: set[str] = set()
+        self.said: set[str] = set()
 
-    def judge(self, seen: Observation) -> Iterable[Finding]:
-        """Take in one step's ratio and yield what is out of bounds."""
+    def judge(self, seen: Observation, weights: int) -> Iterable[Finding]:
+        """Take in one step's ratio over so many weights, and give what is out of bounds."""
         ratio = seen.update_ratio
-        if ratio is None or not math.isfinite(ratio) or ratio <= 0.0 or not seen.lr:
+        if ratio is None or not math.isfinite(ratio) or not seen.lr or not seen.grad_norm:
             return ()
         lr = max(seen.lr)
         self._window.append(ratio)
         self._lr.append(lr)
         self._lr_peak = max(self._lr_peak, lr)
         self._largest = max(self._largest, ratio)
-        if self._largest > self._high:
+        if self._largest > self._high and weights >= _FEW:
             return self._judge_high(seen)
         return self._judge_low(seen, lr) if ratio < self._low else ()
 
     def _judge_high(self, seen: Observation) -> Iterable[Finding]:
-        if "GG308" in self._said or len(self._window) < _RECENT:
+        if "GG308" in self.said or len(self._window) < _RECENT:
             return
         recent = list(self._window)[-_RECENT:]
         mean = math.prod(recent) ** (1 / _RECENT)
         if mean > self._high:
-            self._said.add("GG308")
+            self.said.add("GG308")
             yield finding(
                 "GG308",
                 f"The last {_RECENT} steps changed the weight matrices by {', '.join(f'{r:.3g}' for r in recent)} "
@@ -66,11 +68,11 @@ class RatioWatch:
     def _judge_low(self, seen: Observation, lr: float) -> Iterable[Finding]:
         full = len(self._window) == self._window.maxlen
         at_peak = lr >= self._lr_peak and lr <= self._lr[0] * (1 + 1e-6)
-        if "GG309" in self._said or not full or not at_peak or self._largest > 10 * self._low:
+        if "GG309" in self.said or not full or not at_peak or self._largest > 10 * self._low:
             return
         median = statistics.median(self._window)
         if median < self._low:
-            self._said.add("GG309")
+            self.said.add("GG309")
             yield finding(
                 "GG309",
                 f"Over the last {len(self._window)} steps the median update was {median:.2g} times the norm of the "
@@ -88,7 +90,7 @@ class RatioWatch:
             "lr": list(self._lr),
             "lr_peak": self._lr_peak,
             "largest": self._largest,
-            "said": sorted(self._said),
+            "said": sorted(self.said),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -96,4 +98,4 @@ class RatioWatch:
         self._window.extend(state["window"])
         self._lr.extend(state["lr"])
         self._lr_peak, self._largest = float(state["lr_peak"]), float(state["largest"])
-        self._said = set(state["said"])
+        self.said = set(state["said"])

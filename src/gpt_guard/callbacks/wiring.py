@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from gpt_guard.callbacks.param_plan import listed
 from gpt_guard.callbacks.param_sample import local, sample_view
-from gpt_guard.callbacks.unregistered import Hidden, find_hidden
 from gpt_guard.catalogue import finding
 from gpt_guard.hooks.reach import leaves
+from gpt_guard.hooks.unregistered import Hidden, find_hidden
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Severity
 

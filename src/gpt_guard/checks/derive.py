@@ -154,8 +154,8 @@ def _batch(subject: Subject) -> tuple[tuple[Tensor, Tensor], str] | None:
     if ids is None or length is None or not usable or ids.numel() <= length:
         return None
     starts = torch.linspace(0, ids.numel() - length - 1, BATCH_SIZE).long()
-    rows = ids.long() if ids.numel() < 2**20 else ids  # uint16 has no gather; a large file is cut before it is cast
-    rows = torch.stack([rows[start : start + length + 1].long() for start in starts.tolist()]).to(_device_of(subject))
+    # Cut first, then cast: uint16 has no gather, and a large file is not to be copied as int64.
+    rows = torch.stack([ids[start : start + length + 1].long() for start in starts.tolist()]).to(_device_of(subject))
     x = rows[:, :-1].contiguous()
     y = x.clone() if subject.shifts_inside else rows[:, 1:].contiguous()
     return (x, y), f"{BATCH_SIZE} rows of {length} ids from the training data"

@@ -123,8 +123,14 @@ def _call_with_targets(model: nn.Module, x: Tensor, y: Tensor) -> Output:
 
 
 def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """Of the user's own module: `torch.compile` and DistributedDataParallel show `*args, **kwargs`."""
-    return inspect.signature(unwrap(model).forward).parameters
+    """Of the user's own module: a wrapper (`torch.compile`, DDP, adapters) shows `*args, **kwargs` alone."""
+    model = unwrap(model)
+    parameters = inspect.signature(model.forward).parameters
+    collecting = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    inside = list(model.children())
+    if len(inside) == 1 and all(each.kind in collecting for each in parameters.values()):
+        return _parameters(inside[0])
+    return parameters
 
 
 def _second_is_required(parameters: Mapping[str, inspect.Parameter]) -> bool:

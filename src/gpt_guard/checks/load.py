@@ -99,8 +99,9 @@ def read_tokenizer(path: Path) -> Tokenizer:
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        cause = "truncated" if "Unterminated" in str(error) or "Expecting" in str(error) else "json"
-        refuse(path, f"is not valid JSON: {printable(error)}", cause, again, because=error)
+        refuse(
+            path, f"is not valid JSON: {printable(error)}", "truncated" if _ends_early(error) else "json", again, error
+        )
     if isinstance(content, Mapping) and isinstance(content.get("model"), Mapping):
         return _hugging_face(path, again)
     try:
@@ -171,6 +172,12 @@ def _read_npy(path: Path) -> Any:
     except Exception as error:  # a damaged header makes numpy raise nearly anything
         fix = "Write it again: numpy.save(path, ids) with a plain array of integers."
         refuse(path, f"cannot be read as an array: {printable(error)}", "format", fix, error)
+
+
+def _ends_early(error: Exception) -> bool:
+    if not isinstance(error, json.JSONDecodeError):
+        return False
+    return error.msg.startswith("Unterminated") or error.pos >= len(error.doc.rstrip())
 
 
 def _hugging_face(path: Path, again: str) -> Tokenizer:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +15,8 @@ from gpt_guard.checkpoint.say import Voice
 from gpt_guard.checkpoint.weights import copy_weights, fit_weights
 from gpt_guard.checks.base import Subject
 from gpt_guard.checks.derive import VOCAB_NAMES
+from gpt_guard.checks.imported import can_be_called, find, parameters_of, required_of, takes, user_code
 from gpt_guard.checks.load import UnusableFile, read_checkpoint, read_ids, read_tokenizer
-from gpt_guard.checks.raised import user_line
 from gpt_guard.errors import CheckpointError, GuardUsageError
 
 
@@ -49,7 +46,7 @@ def load_project(project: Project) -> Subject:
     if build is None:
         return subject
     torch.manual_seed(project.seed)
-    model = _user_code(lambda: build().to(project.device), f"building {project.model}")
+    model = user_code(lambda: build().to(project.device), f"building {project.model}")
     subject.model, subject.make_model = model, lambda: build().to(project.device)
     if subject.payload is not None and not project.fresh:
         subject.trained = _load_weights(model, subject)
@@ -98,7 +95,7 @@ def _load_weights(model: nn.Module, subject: Subject) -> bool:
 
 
 def _builder(project: Project, subject: Subject) -> Callable[[], nn.Module] | None:
-    target = _find(project.model, "--model", "model" in project.required)
+    target = find(project.model, "--model", "model" in project.required)
     if target is None:
         subject.sources["model"] = (
             f"there is no {project.model} in {Path.cwd()}; name yours: --model package.module:Class"
@@ -109,10 +106,10 @@ def _builder(project: Project, subject: Subject) -> Callable[[], nn.Module] | No
     if not callable(target):
         raise GuardUsageError(f"--model {project.model} is a {type(target).__name__}; give a class or a function")
     config = _config(project, subject)
-    if config is None and not _can_be_called(target):
+    if config is None and not can_be_called(target):
         settings = _settings(subject)
-        if settings is None or not _takes(target, settings):
-            wanted = ", ".join(_required(target))
+        if settings is None or not takes(target, settings):
+            wanted = ", ".join(required_of(target))
             subject.sources.setdefault("model", f"{project.model} needs {wanted}: give --config package.module:Class")
             return None
         return _checked(lambda: target(**settings), project.model)
@@ -133,18 +130,18 @@ def _checked(build: Callable[[], Any], name: str) -> Callable[[], nn.Module]:
 def _config(project: Project, subject: Subject) -> Any:
     """The config object: with the checkpoint's own settings if there are any, else with the tokenizer's vocabulary."""
     spec = project.config or f"{project.model}Config"
-    kind = _find(spec, "--config", project.config is not None)
+    kind = find(spec, "--config", project.config is not None)
     if kind is None:
         return None
     if not callable(kind):
         return kind
     saved = _settings(subject)
     if saved is not None:
-        return _user_code(lambda: kind(**saved), f"{spec}(**config) with the config in {subject.paths['checkpoint']}")
+        return user_code(lambda: kind(**saved), f"{spec}(**config) with the config in {subject.paths['checkpoint']}")
     sizes = _sizes(kind, subject)
-    if _can_be_called(kind, **sizes):
-        return _user_code(lambda: kind(**sizes), f"{spec}({', '.join(f'{k}={v}' for k, v in sizes.items())})")
-    wanted = ", ".join(_required(kind))
+    if can_be_called(kind, **sizes):
+        return user_code(lambda: kind(**sizes), f"{spec}({', '.join(f'{k}={v}' for k, v in sizes.items())})")
+    wanted = ", ".join(required_of(kind))
     subject.sources["model"] = f"{spec} needs {wanted}, which neither a checkpoint nor a tokenizer told"
     return None
 
@@ -156,76 +153,5 @@ def _settings(subject: Subject) -> dict[str, Any] | None:
 
 def _sizes(kind: Callable[..., Any], subject: Subject) -> dict[str, int]:
     size = subject.tokenizer.size if subject.tokenizer is not None else 0
-    name = next((name for name in VOCAB_NAMES if name in _parameters(kind)), None)
+    name = next((name for name in VOCAB_NAMES if name in parameters_of(kind)), None)
     return {name: size} if name is not None and size > 0 else {}
-
-
-def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(target).parameters
-    except (TypeError, ValueError):
-        return {}
-
-
-def _required(target: Callable[..., Any]) -> list[str]:
-    single = (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        inspect.Parameter.KEYWORD_ONLY,
-    )
-    return [name for name, each in _parameters(target).items() if each.kind in single and each.default is each.empty]
-
-
-def _can_be_called(target: Callable[..., Any], **given: Any) -> bool:
-    return set(_required(target)) <= set(given)
-
-
-def _takes(target: Callable[..., Any], settings: Mapping[str, Any]) -> bool:
-    parameters = _parameters(target)
-    anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    return _can_be_called(target, **settings) and (anything or set(settings) <= set(parameters))
-
-
-def _find(spec: str, option: str, required: bool) -> Any:
-    """What `package.module:Name` names, the current folder included. None where it is not there and nobody asked."""
-    module_name, _, attribute = spec.partition(":")
-    if not module_name or not attribute:
-        raise GuardUsageError(f"{option} {spec!r}: write package.module:Name, such as mini_gpt:MiniGPT")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise _broken(error, f"{option} {spec}: importing {module_name}") from error
-        if not required:
-            return None
-        seen = f"there is no module {module_name} in {here} or among the installed packages"
-        fix = f"run it in the folder of {module_name.partition('.')[0]}.py, or give {option} package.module:Name"
-        raise GuardUsageError(f"{option} {spec}: {seen}; {fix}") from error
-    except Exception as error:
-        raise _broken(error, f"{option} {spec}: importing {module_name}") from error
-    if not hasattr(module, attribute) and not required:
-        return None
-    if not hasattr(module, attribute):
-        names = ", ".join(sorted(n for n, v in vars(module).items() if isinstance(v, type) and not n.startswith("_")))
-        raise GuardUsageError(
-            f"{option} {spec}: {module.__name__} has no {attribute}; its classes are {names or 'none'}"
-        )
-    return getattr(module, attribute)
-
-
-def _user_code(run: Callable[[], Any], doing: str) -> Any:
-    try:
-        return run()
-    except GuardUsageError:
-        raise
-    except Exception as error:
-        raise _broken(error, doing) from error
-
-
-def _broken(error: Exception, doing: str) -> GuardUsageError:
-    where = user_line(error.__traceback__)
-    place = f" ({where.file}:{where.line} in {where.function})" if where is not None else ""
-    return GuardUsageError(f"{doing} failed: {type(error).__name__}: {error}{place}")

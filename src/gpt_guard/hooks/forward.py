@@ -112,13 +112,13 @@ class ForwardTap:
             self._post(module, OutputTest(self, index, module))
         else:
             self._pre(module, WeighInputs(self, index, module), kwargs=True)
-            self._post(module, WeighOutputs(self, index, module))
+            self._post(module, WeighOutputs(self, index, module), always=True)
 
     def _pre(self, module: nn.Module, hook: Callable[..., None], *, kwargs: bool = False) -> None:
         self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=kwargs))
 
-    def _post(self, module: nn.Module, hook: Callable[..., None]) -> None:
-        self._handles.append(module.register_forward_hook(hook))
+    def _post(self, module: nn.Module, hook: Callable[..., None], *, always: bool = False) -> None:
+        self._handles.append(module.register_forward_hook(hook, always_call=always))
 
     def finish_setup(self) -> None:
         """Add the hook that sees the model return; last, so that its output is tested before it counts as returned."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -36,12 +37,17 @@ def user_line() -> SourceLine | None:
     while frame is not None:
         file = frame.f_code.co_filename
         if not _is_foreign(file):
-            text = linecache.getline(file, frame.f_lineno, frame.f_globals).strip()
-            return SourceLine(file=file, line=frame.f_lineno, function=frame.f_code.co_name, text=text)
+            return _line_of(frame)
         if frame.f_back is None:
             return None
         frame = frame.f_back
     return None
+
+
+def _line_of(frame: FrameType) -> SourceLine:
+    code = frame.f_code
+    text = linecache.getline(code.co_filename, frame.f_lineno, frame.f_globals).strip()
+    return SourceLine(file=code.co_filename, line=frame.f_lineno, function=code.co_name, text=text)
 
 
 def _is_foreign(file: str) -> bool:
@@ -62,22 +68,48 @@ def running_calls() -> list[Call]:
     found: list[Call] = []
     frame = sys._getframe(1)
     while frame is not None:
-        code = frame.f_code
-        if code is _CALL:
+        if frame.f_code is _CALL:
             inside = frame.f_locals
             module = inside["self"]
             # The frames of its forward came before: they stand for the same call.
             if found and found[-1].module is module and found[-1].inputs is None:
                 found.pop()
             found.append(Call(module, (inside["args"], inside["kwargs"])))
-        elif code.co_argcount:
-            first = frame.f_locals.get(code.co_varnames[0])
-            if isinstance(first, nn.Module) and not (found and found[-1].module is first):
-                found.append(Call(first, None))
+        elif (module := _method_of(frame)) is not None and not (found and found[-1].module is module):
+            found.append(Call(module, None))
         if frame.f_back is None:
             break
         frame = frame.f_back
     return found
+
+
+def _method_of(frame: FrameType) -> nn.Module | None:
+    """The module that a frame runs a method of; a function that is given a module, as `train(model)`, is no method."""
+    code = frame.f_code
+    first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    if not isinstance(first, nn.Module):
+        return None
+    owner = code.co_qualname.rpartition(".")[0].rpartition(".")[2]
+    return first if any(kind.__name__ == owner for kind in type(first).__mro__) else None
+
+
+class Running(NamedTuple):
+    """Where the user's own code of a running module is: the line, and its local variables."""
+
+    line: SourceLine | None
+    variables: dict[str, Any]
+
+
+def inside_of(module: nn.Module) -> Running:
+    """The innermost frame of a running module's own code; no line and no variables if it is torch's code."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if _method_of(frame) is module and not _is_foreign(frame.f_code.co_filename):
+            return Running(_line_of(frame), dict(frame.f_locals))
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return Running(None, {})
 
 
 def passed_from_outside(model: nn.Module, tensor: Tensor) -> bool:
@@ -89,8 +121,7 @@ def passed_from_outside(model: nn.Module, tensor: Tensor) -> bool:
     outside: list[Any] = []
     frame = sys._getframe(1)
     while frame is not None:
-        first = frame.f_code.co_varnames[:1]
-        if _is_foreign(frame.f_code.co_filename) or not (first and id(frame.f_locals.get(first[0])) in modules):
+        if _is_foreign(frame.f_code.co_filename) or id(_method_of(frame)) not in modules:
             outside.append(frame.f_locals)
         else:
             # Whatever ran further inside was called by this method.

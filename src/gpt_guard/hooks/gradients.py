@@ -50,6 +50,11 @@ class Gradients:
         held = [(old, new) for old, new in zip(before, self._mark, strict=False) if new[1] >= 0]
         return all(old != new for old, new in held)
 
+    @property
+    def state(self) -> list[tuple[int, int]]:
+        """Identity and version of each gradient as last remembered; version -1 where there is none."""
+        return self._mark
+
     def touched(self) -> bool:
         """Whether any gradient has been replaced or written since `mark`."""
         return _state(self.parameters) != self._mark

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from gpt_guard.records import TensorStats
 
+_LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
 _HALF = (torch.float16, torch.bfloat16)
 _MAX_DEPTH = 8
 # A longer list that starts with a number or a string is data, not a structure of tensors.
@@ -90,10 +92,14 @@ def version_of(tensor: Tensor) -> int:
 
 
 def watchable(tensor: Tensor) -> bool:
-    """Whether `readable` can handle this kind of tensor: not meta, fake, quantized, nested or MKL-DNN ones."""
-    if tensor.is_meta or tensor.is_quantized or tensor.is_nested:
+    """Whether `readable` can handle this kind of tensor: one with values of its own, in a layout that has them in one.
+
+    Not meta, fake, quantized, nested or MKL-DNN tensors, nor those inside of a torch.func transform such as vmap, which
+    stand for many and are gone afterwards.
+    """
+    if tensor.is_meta or tensor.is_quantized or tensor.is_nested or is_functorch_wrapped_tensor(tensor):
         return False
-    return tensor.layout in (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
+    return tensor.layout in _LAYOUTS and getattr(tensor, "fake_mode", None) is None
 
 
 def kind_of(tensor: Tensor) -> str:
@@ -101,6 +107,10 @@ def kind_of(tensor: Tensor) -> str:
     for name in ("is_meta", "is_quantized", "is_nested"):
         if getattr(tensor, name):
             return name.removeprefix("is_")
+    if is_functorch_wrapped_tensor(tensor):
+        return "torch.func"
+    if tensor.layout in _LAYOUTS:
+        return "fake"
     return str(tensor.layout).removeprefix("torch.")
 
 

@@ -142,12 +142,13 @@ class WeighInputs(Hook):
 
 
 class WeighOutputs(Hook):
-    """Weigh what a module returns."""
+    """Weigh what a module returns; to be called also when it is left by an exception, with None for an output."""
 
     tap: ScaleTap
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self.active(module):
-            self.tap.order.append(self.index)
-            self.tap.scales.weigh(self.tap, self.index, output, entering=False)
+            if output is not None:
+                self.tap.order.append(self.index)
+                self.tap.scales.weigh(self.tap, self.index, output, entering=False)
             self.tap.scales.leave(self.index)

@@ -1,0 +1,111 @@
+"""Which trainable parameters never get a gradient, or only zeros, however often and on whatever input one looks.
+
+One pass is not enough to say so. At step 0 a zero-initialised projection (the B of LoRA, the last layer of a residual
+branch) makes the gradients before it exactly zero, and a router sends no token to some of its experts. So the model
+is trained for a few steps, and then given other inputs and other weights; what is left after that is not an accident.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from gpt_guard.checks.backward import Pass, Task, run_backward, trainable
+from gpt_guard.checks.calls import Calls
+from gpt_guard.checks.preserve import preserved
+
+STEPS = 6
+"""Each step frees one more zero-initialised factor in a row: B of LoRA, an output projection, the head before it."""
+TRIALS = 12
+"""With 256 random tokens each, a router of 64 experts that takes the best one leaves none out in 12 trials."""
+_STEP = 1e-3
+
+
+@dataclass
+class Search:
+    """The first pass, what is without a gradient after all passes, and what only later passes reached."""
+
+    first: Pass
+    missing: list[str]
+    zero: list[str]
+    late: list[str]
+    calls: Calls
+    reached: set[str]
+
+
+def search(model: nn.Module, task: Task, vocab_size: int | None) -> Search:
+    """Look for gradients; the model's tensors, modes and the random state are as before afterwards.
+
+    A model in eval mode is put in training mode as a whole, as a loop would do; otherwise each module keeps its mode.
+    Reads the device. Errors of the model in the first pass go through.
+    """
+    with preserved(model):
+        if not model.training:
+            model.train()
+        first = run_backward(model, task)
+        found = Search(first, first.missing, first.zero, [], first.calls, _with_gradient(first))
+        if first.has_graph and not first.nonfinite:
+            for one in _later(model, task, vocab_size, found):
+                _note(found, one)
+    return found
+
+
+def _later(model: nn.Module, task: Task, vocab_size: int | None, found: Search) -> Iterator[Pass]:
+    """More passes, as long as there is something left to find."""
+    for _ in range(STEPS):
+        if not found.missing and not found.zero:
+            return
+        _descend(model)
+        yield run_backward(model, task)
+    for _ in range(TRIALS):
+        if not found.missing and not found.zero:
+            return
+        _shake(model, found.reached)
+        # A model that refuses random ids (a needed end-of-sequence token, say) has had its chance.
+        with suppress(Exception):
+            yield run_backward(model, replace(task, x=_other(task.x, vocab_size)))
+
+
+def _note(found: Search, one: Pass) -> None:
+    found.calls.merge(one.calls)
+    reached = _with_gradient(one)
+    found.late += [name for name in (*found.missing, *found.zero) if name in reached]
+    seen = {name for name, norm in one.norms.items() if norm is not None}
+    found.reached |= reached
+    # What had no gradient and now has zeros is in the graph: it is called, and multiplied by zero.
+    found.zero = [name for name in found.zero if name not in reached]
+    found.zero += [name for name in found.missing if name in seen - reached]
+    found.missing = [name for name in found.missing if name not in seen]
+
+
+def _with_gradient(one: Pass) -> set[str]:
+    return {name for name, norm in one.norms.items() if norm}
+
+
+@torch.no_grad()
+def _descend(model: nn.Module) -> None:
+    """Move each element by the sign of its gradient, which is Adam's first step; works for any layout and dtype."""
+    for parameter in trainable(model).values():
+        if parameter.grad is not None:
+            parameter -= _STEP * parameter.grad.to_dense().sign()
+
+
+@torch.no_grad()
+def _shake(model: nn.Module, reached: set[str]) -> None:
+    """Other weights for what has a gradient; the rest stays: noise would bring to life what is zero for good."""
+    for name, parameter in trainable(model).items():
+        if name in reached and parameter.is_floating_point():
+            wide = parameter.detach().float()
+            scale = float(wide.std()) if wide.numel() > 1 else 0.0
+            parameter += torch.randn_like(wide).to(parameter.dtype) * (scale or 0.02)
+
+
+def _other(x: Tensor, vocab_size: int | None) -> Tensor:
+    if x.is_floating_point():
+        return torch.randn_like(x)
+    size = vocab_size or int(x.max()) + 1
+    return torch.randint(size, x.shape, device=x.device).to(x.dtype)

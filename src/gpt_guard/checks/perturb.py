@@ -1,0 +1,150 @@
+"""Token ids to ask a model with, ids to put in their place, and what counts as the same answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from gpt_guard.checks.base import Subject
+from gpt_guard.checks.forward import call
+from gpt_guard.checks.preserve import preserved
+from gpt_guard.checks.random_state import seed_all
+
+ROWS = 3
+LONGEST = 64
+"""Rows and positions that are asked about: more show nothing new, and cost of attention grows with their square."""
+SAME_SHAPE = 64.0
+"""Roundings allowed between two forwards of one shape. torch promises no bit-equality (its notes on numerical
+accuracy); a leak through an untrained attention layer of width 1000 is a thousand times as large in float32."""
+_HALF = (torch.float16, torch.bfloat16)
+
+Forward = Callable[[Tensor], Tensor]
+
+
+@contextmanager
+def quiet(model: nn.Module) -> Iterator[None]:
+    """Eval mode and no gradient; each module gets its own mode back, also after an exception."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def precise(model: nn.Module, x: Tensor) -> Iterator[None]:
+    """The model in float32 where its weights are of half precision, unless it cannot run like that.
+
+    A leak of a thousandth is below bfloat16's rounding. Weights and buffers are bit-identical afterwards.
+    """
+    if not any(p.dtype in _HALF for p in model.parameters()):
+        yield
+        return
+    with preserved(model):
+        model.float()
+        runs = _runs(model, x)
+        if runs:
+            yield
+    if not runs:
+        yield
+
+
+def _runs(model: nn.Module, x: Tensor) -> bool:
+    try:
+        with quiet(model):
+            call(model, x)
+    except Exception:  # its code or a kernel asks for half precision: it is then asked as it is
+        return False
+    return True
+
+
+def repeatable(model: nn.Module, seed: int) -> Forward:
+    """A function from ids `[B, T]` to logits, with the same random numbers at every call.
+
+    Dropout that is active by mistake then cancels out, and is left to the check that looks for it.
+    """
+
+    def forward(x: Tensor) -> Tensor:
+        seed_all(seed)
+        return call(model, x).logits
+
+    return forward
+
+
+def vocabulary(subject: Subject) -> int | None:
+    """Number of ids that may be asked with: the vocabulary, else as many as the batch shows."""
+    if subject.vocab_size is not None:
+        return subject.vocab_size
+    return int(subject.batch[0].max()) + 1 if subject.batch is not None and subject.batch[0].numel() else None
+
+
+def probe_ids(subject: Subject, rows: int = ROWS, length: int | None = None) -> Tensor:
+    """Ids `[rows, length]` on the model's device: from the batch as far as it goes, the rest drawn at random.
+
+    Without `length`: what the batch or block_size allow, at most `LONGEST`.
+    """
+    vocab = vocabulary(subject)
+    given = subject.inputs[0] if subject.inputs is not None else None
+    if vocab is None:
+        raise ValueError("neither a batch nor a vocabulary size is known")
+    if length is None:
+        limit = given.size(1) if given is not None else subject.block_size or 16
+        length = min(limit, subject.block_size or limit, LONGEST)
+    ids = torch.randint(vocab, (rows, length), generator=torch.Generator().manual_seed(subject.seed))
+    if subject.pad_id is not None:
+        ids = torch.where(ids == subject.pad_id, (ids + 1) % vocab, ids)
+    if given is None:
+        return ids.to(_device(subject))
+    ids = ids.to(device=given.device, dtype=given.dtype)
+    part = given[:rows, :length]
+    ids[: part.size(0), : part.size(1)] = part
+    return ids
+
+
+def other_ids(ids: Tensor, vocab: int, generator: torch.Generator, avoid: int | None = None) -> Tensor:
+    """Ids of the same shape, each another than before and none of them `avoid` (where the vocabulary has a third)."""
+    step = torch.randint(1, vocab, tuple(ids.shape), generator=generator).to(device=ids.device, dtype=ids.dtype)
+    changed = (ids + step) % vocab
+    if avoid is not None and vocab > 2:
+        after = (changed + 1) % vocab
+        after = torch.where(after == ids, (after + 1) % vocab, after)
+        changed = torch.where(changed == avoid, after, changed)
+    return changed
+
+
+def difference(one: Tensor, other: Tensor) -> Tensor:
+    """`|one - other|` elementwise, where equal infinities and NaN in both count as equal, NaN in one as infinite."""
+    one, other = one.detach(), other.detach()
+    if not one.is_floating_point():
+        one, other = one.double(), other.double()
+    apart = (one - other).abs()
+    apart = apart.masked_fill((one == other) | (one.isnan() & other.isnan()), 0.0)
+    return apart.nan_to_num(nan=float("inf"), posinf=float("inf"))
+
+
+def rounding(values: Tensor, roundings: float = SAME_SHAPE) -> float:
+    """How far values of this dtype and size may be apart by rounding alone; reads the device."""
+    if not values.is_floating_point() or not values.numel():
+        return 0.0
+    finite = values.detach().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return float(roundings * torch.finfo(values.dtype).eps * finite.abs().max())
+
+
+def across_shapes(values: Tensor) -> float:
+    """The same where the shapes or the places of rows differ: half of the digits, `sqrt(eps)`.
+
+    Kernels are chosen by shape, and their sums run in another order.
+    """
+    eps = torch.finfo(values.dtype).eps if values.is_floating_point() else 1.0
+    return rounding(values, eps**-0.5)
+
+
+def _device(subject: Subject) -> torch.device:
+    first = next(iter(subject.model.parameters()), None) if subject.model is not None else None
+    return subject.device if first is None else first.device

@@ -1,0 +1,164 @@
+"""What a step did not change although it should have, or changed although it should not, with the likely cause."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gpt_guard.catalogue import finding
+from gpt_guard.checks.backward import trainable
+from gpt_guard.checks.coverage import as_rate
+from gpt_guard.checks.gradient_causes import common_path, listed
+from gpt_guard.checks.stepping_probe import Steps
+from gpt_guard.records import Finding, Severity
+from gpt_guard.render import learning_rate, number
+
+LOST_SHARE = 0.8
+"""Share of a half-precision parameter's elements that rounding must swallow, as in the guard for parameter changes."""
+WORTH_SAYING = 0.05
+"""Share of all trainable elements; the gains of normalisation layers, which start at 1, are well below it."""
+LARGEST_RATIO = 0.5
+"""Change of the matrices over their norm in one step: about 1e-3 is healthy (CS231n), 0.1 happens at the start."""
+_LISTED = 50
+
+
+@dataclass
+class StepFindings:
+    """Judges the steps of one optimizer on one model; `held` are the ids of the tensors in it."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    steps: Steps
+    held: set[int]
+
+    def __post_init__(self) -> None:
+        self.parameters: dict[str, Tensor] = {
+            name: parameter for name, parameter in trainable(self.model).items() if id(parameter) in self.held
+        }
+        self.lr = {
+            id(parameter): as_rate(group.get("lr"))
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+        }
+
+    @property
+    def still(self) -> list[str]:
+        """Parameters in the optimizer with lr above 0 that had a gradient and never moved."""
+        names = (name for name in self.parameters if name in self.steps.with_gradient and name not in self.steps.moved)
+        return [name for name in names if self.lr[id(self.parameters[name])] != 0]
+
+    @property
+    def idle(self) -> list[str]:
+        """Parameters in the optimizer that did not move and never had a gradient other than zero."""
+        return [n for n in self.parameters if n not in self.steps.with_gradient and n not in self.steps.moved]
+
+    @property
+    def swallowed(self) -> list[str]:
+        """Parameters whose updates rounding swallows, nearly all or all of them."""
+        half = {name for name, share in self.steps.kept.items() if share >= LOST_SHARE and name in self.parameters}
+        return [name for name in self.parameters if name in half or (name in self.still and self._rounds_away(name))]
+
+    def judge(self) -> Iterator[Finding]:
+        """All findings about what did not move, what moved by mistake, and by how much."""
+        if self.steps.broken is not None:
+            yield self._broken(self.steps.broken)
+            return
+        working = [name for name in self.parameters if name in self.steps.with_gradient]
+        still, swallowed = self.still, self.swallowed
+        if still and set(still) >= set(working):
+            yield self._nothing(still, swallowed)
+        elif swallowed and self._share(swallowed) >= WORTH_SAYING:
+            yield self._swallowed(swallowed)
+        rest = [name for name in still if name not in swallowed]
+        if rest and len(still) < len(working):
+            yield self._build("GG304", self._never(rest), rest, ["undone", "group_lr"])
+        if self.steps.frozen_moved:
+            names = self.steps.frozen_moved
+            seen = f"A step changed {len(names)} parameters with requires_grad=False: {listed(names)}."
+            yield self._build("GG306", seen, names, ["own_update"])
+
+    def oversized(self) -> Finding | None:
+        """GG321 where the first step changes the matrices by too much."""
+        ratio = self.steps.matrix_ratio
+        if ratio <= LARGEST_RATIO:
+            return None
+        rate = max((each for each in self.lr.values() if each is not None), default=None)
+        decay = max((float(group.get("weight_decay") or 0) for group in self.optimizer.param_groups), default=0.0)
+        name = type(self.optimizer).__name__
+        # A step of SGD is lr times the gradient; of nearly all others about lr for each element.
+        plain = name == "SGD"
+        likely = ["decay"] if rate and rate * decay > LARGEST_RATIO else ["sgd_scale", "lr_too_high"] if plain else []
+        seen = (
+            f"The first step of {name} at lr {learning_rate(rate)} changes the weight matrices by {number(ratio)} of "
+            f"their norm, no element by more than {number(self.steps.largest)}."
+        )
+        return finding("GG321", seen, likely=likely, evidence={"ratio": ratio, "lr": rate})
+
+    def _nothing(self, names: list[str], swallowed: list[str]) -> Finding:
+        replaced = "step" in vars(self.optimizer) and not hasattr(self.optimizer.step, "_wrapped_by_lr_sched")
+        rounds = set(names) <= set(swallowed)
+        half = any(self.parameters[name].dtype.itemsize <= 2 for name in names)
+        likely = ["rounding_half" if half else "lr_too_small"] if rounds else ["step_replaced", "restored"]
+        likely = ["step_replaced", *likely] if replaced else likely
+        seen = (
+            f"step() of {type(self.optimizer).__name__}, from a fresh state, changed none of {len(names)} parameters that "
+            f"have a gradient: {listed(names)}; lr {learning_rate(self.lr[id(self.parameters[names[0]])])}."
+        )
+        return self._build("GG301", seen, names, dict.fromkeys(likely))
+
+    def _never(self, names: list[str]) -> str:
+        rate = learning_rate(self.lr[id(self.parameters[names[0]])])
+        return f"{len(names)} parameters with a gradient did not move while others did, at lr {rate}: {listed(names)}."
+
+    def _swallowed(self, names: list[str]) -> Finding:
+        names = sorted(names, key=lambda name: -self.parameters[name].numel())
+        first = self.parameters[names[0]]
+        dtype = str(first.dtype).removeprefix("torch.")
+        share = self.steps.kept.get(names[0], 1.0)
+        rate = self.lr[id(first)]
+        seen = (
+            f"Rounding swallows the update of {len(names)} parameters, {self._share(names):.0%} of all trainable elements: "
+            f"{listed(names)}. In `{names[0]}` ({dtype}) {share:.1%} of the elements with a gradient keep their value: "
+            f"at a size of {number(_size(first))} a change must exceed {number(_spacing(first))}, lr is "
+            f"{learning_rate(rate)}."
+        )
+        return self._build("GG305", seen, names, ["lr_below_spacing"])
+
+    def _broken(self, name: str) -> Finding:
+        seen = f"After a step of {type(self.optimizer).__name__} from a fresh state `{name}` holds NaN or infinity."
+        return self._build("GG106", seen, [name], [])
+
+    def _share(self, names: Sequence[str]) -> float:
+        total = sum(parameter.numel() for parameter in trainable(self.model).values())
+        return sum(self.parameters[name].numel() for name in names) / max(1, total)
+
+    def _rounds_away(self, name: str) -> bool:
+        """Whether an update of about lr, as Adam makes it, is below what the dtype can hold at this size."""
+        rate, tensor = self.lr[id(self.parameters[name])], self.parameters[name]
+        return rate is not None and tensor.is_floating_point() and rate < _spacing(tensor)
+
+    def _build(self, code: str, seen: str, names: Sequence[str], likely: Iterator[str] | Sequence[str] | dict[str, None]) -> Finding:
+        path = common_path(names)
+        return finding(
+            code,
+            seen,
+            likely=likely,
+            severity=Severity.ERROR,
+            module=path,
+            module_class=type(self.model.get_submodule(path)).__name__,
+            parameter=names[0] if len(names) == 1 else None,
+            evidence={"parameters": list(names[:_LISTED]), "count": len(names)},
+        )
+
+
+def _size(tensor: Tensor) -> float:
+    return float(tensor.detach().float().abs().mean()) if tensor.numel() else 0.0
+
+
+def _spacing(tensor: Tensor) -> float:
+    """Half the distance to the next value at the tensor's mean size: |w| * eps / 2."""
+    return _size(tensor) * torch.finfo(tensor.dtype).eps / 2

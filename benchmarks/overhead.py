@@ -1,9 +1,9 @@
 """What watching costs: a guarded training step against the same step bare, in one process, in alternating blocks.
 
-The model is the example's, in its tiny configuration (block 32, width 64, 4 heads, 2 layers, batch 8), trained with AdamW
-and clipping. Each round times a block of bare steps and a block of guarded ones; the ratio of their medians is one
-pair, and the median over all rounds is printed, with the middle half of the pairs. Guards that look harder in the first
-steps after entry have done so before a block is timed; what those first steps cost is printed apart.
+The model is the example's, in its tiny configuration (block 32, width 64, 4 heads, 2 layers, batch 8), trained with
+AdamW and clipping. Each round times a block of bare steps and a block of guarded ones; the ratio of their medians is
+one pair, and the median over all rounds is printed, with the middle half of the pairs. Guards that look harder in the
+first steps after entry have done so before a block is timed; what those first steps cost is printed apart.
 
     python benchmarks/overhead.py
     python benchmarks/overhead.py --rounds 5 --steps 20     # quick look
@@ -27,11 +27,10 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-from mini_gpt import MiniGPT, MiniGPTConfig
-
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.defaults import default_guards
 from gpt_guard.guardian import Guardian
+from mini_gpt import MiniGPT, MiniGPTConfig
 
 BATCH, VOCABULARY = 8, 96
 # Enough for what guards do in the first steps after entry.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from gpt_guard.callbacks.base import Guard
 from gpt_guard.evaluation import evaluation_mode
 from gpt_guard.guardian import Guardian
-from gpt_guard.records import Moment, Observation
+from gpt_guard.records import Finding, Moment, Observation
 
 
 class Net(nn.Module):
@@ -103,16 +105,16 @@ def test_what_happens_inside_is_evaluation(reads: Any) -> None:
     assert not guardian.findings
 
 
-def test_a_bad_output_is_found_in_evaluation_too() -> None:
+@pytest.mark.parametrize("reads", ["immediate", "per_step"])
+def test_a_bad_output_is_found_in_evaluation_too(reads: Any) -> None:
     model, optimizer = setup()
-    for reads in ("immediate", "per_step"):
-        with Guardian(model, optimizer, sinks=[], reads=reads, policy={"GG1xx": "warn"}) as guardian:  # type: ignore[arg-type]
-            step(model, optimizer)
-            with guardian.evaluating():
-                model(torch.full((2, 4), float("nan")))
-            found = guardian.findings[0]
-            assert found.code.startswith("GG1")
-            assert found.evaluation
+    with Guardian(model, optimizer, sinks=[], reads=reads, policy={"GG1xx": "warn"}) as guardian:
+        step(model, optimizer)
+        with guardian.evaluating():
+            model(torch.full((2, 4), float("nan")))
+        found = guardian.findings[0]
+        assert found.code.startswith("GG1")
+        assert found.evaluation
 
 
 def test_works_outside_of_an_active_guardian() -> None:
@@ -135,14 +137,21 @@ def test_a_guardian_without_optimizer_watches_evaluation(reads: Any) -> None:
     assert guardian.findings == ()
 
 
-def test_evaluation_is_told_to_guards_only_where_reads_are_late() -> None:
-    """An evaluation forward has an observation of its own only where something waited to be read."""
+def test_an_evaluation_forward_is_judged_where_reads_are_late() -> None:
+    class Listens(Guard):
+        judged_at = frozenset({Moment.FORWARD})
+
+        def __init__(self) -> None:
+            self.seen: list[tuple[Moment, bool]] = []
+
+        def judge(self, seen: Observation) -> Iterable[Finding]:
+            self.seen.append((seen.moment, seen.evaluation))
+            return ()
+
     model, optimizer = setup()
-    seen: list[Observation] = []
-    with Guardian(model, optimizer, sinks=[], reads="per_step") as guardian:
-        session = guardian._session
-        assert session is not None
-        session.roster.judge = seen.append  # type: ignore[method-assign]  # listens in
+    guard = Listens()
+    with Guardian(model, optimizer, sinks=[], guards=[guard], reads="per_step") as guardian:
+        model(torch.randn(2, 4))
         with guardian.evaluating():
             model(torch.randn(2, 4))
-    assert [(each.moment, each.evaluation) for each in seen] == [(Moment.FORWARD, True)]
+    assert guard.seen == [(Moment.FORWARD, True)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from gpt_guard.callbacks.finite import FiniteGuard
 from gpt_guard.guardian import Guardian
@@ -95,80 +93,13 @@ def test_whatever_the_model_returns(kind: str, reads: Any) -> None:
     assert silent(guardian)
 
 
-def zero_before_forward(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
     optimizer.zero_grad()
     x, y = batch()
     loss = F.cross_entropy(model(x), y)
     loss.backward()
     optimizer.step()
     return loss
-
-
-def zero_before_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
-    x, y = batch()
-    loss = F.cross_entropy(model(x), y)
-    optimizer.zero_grad(set_to_none=False)
-    loss.backward()
-    optimizer.step()
-    return loss
-
-
-def zero_after_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
-    x, y = batch()
-    loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
-    return loss
-
-
-def zero_the_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
-    model.zero_grad()
-    return zero_after_step(model, optimizer)
-
-
-def zero_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
-    loss = zero_after_step(model, optimizer)
-    for parameter in model.parameters():
-        parameter.grad = None
-    return loss
-
-
-def dropped_batch_first(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
-    x, y = batch()
-    (1e6 * F.cross_entropy(model(x), y)).backward()
-    return zero_before_forward(model, optimizer)
-
-
-def dropped_batch_zeroed_in_place(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
-    x, y = batch()
-    (1e6 * F.cross_entropy(model(x), y)).backward()
-    return zero_before_backward(model, optimizer)
-
-
-ZEROING = [
-    zero_before_forward,
-    zero_before_backward,
-    zero_after_step,
-    zero_the_model,
-    zero_by_hand,
-    dropped_batch_first,
-    dropped_batch_zeroed_in_place,
-]
-
-
-@pytest.mark.parametrize("reads", ["immediate", "per_step"])
-@pytest.mark.parametrize("step", ZEROING)
-def test_zero_grad_in_any_legal_place(step: Callable[..., Tensor], reads: Any) -> None:
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with guard(model, optimizer, reads=reads) as guardian:
-        for _ in range(3):
-            loss = step(model, optimizer)
-    assert guardian.latest is not None
-    assert guardian.latest.loss == pytest.approx(loss.item())
-    assert guardian.latest.micro_batches == 1
-    assert guardian.step == 3
 
 
 @pytest.mark.parametrize("as_keyword", [False, True])
@@ -212,7 +143,7 @@ def test_a_closure_that_raises_leaves_the_next_step_right() -> None:
     with guard(model, optimizer) as guardian:
         with pytest.raises(OSError, match="no more data"):
             optimizer.step(broken)
-        loss = zero_before_forward(model, optimizer)
+        loss = one_step(model, optimizer)
     assert guardian.step == 1
     assert guardian.latest is not None
     assert guardian.latest.loss == pytest.approx(loss.item())
@@ -275,31 +206,6 @@ def test_gradient_penalty_is_not_a_micro_batch() -> None:
     assert silent(guardian)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.first, self.second, self.reentrant = mlp(), nn.Linear(CLASSES, CLASSES), reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = checkpoint(self.first, x.requires_grad_(), use_reentrant=self.reentrant)
-        result: Tensor = self.second(hidden)
-        return result
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing_counts_one_forward_and_one_backward(reentrant: bool) -> None:
-    model = Checkpointed(reentrant)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with guard(model, optimizer) as guardian:
-        for _ in range(3):
-            loss = zero_before_forward(model, optimizer)
-    assert guardian.latest is not None
-    assert guardian.latest.micro_batches == 1
-    assert guardian.latest.loss == pytest.approx(loss.item())
-    assert guardian.latest.samples == 3 * ROWS
-    assert silent(guardian)
-
-
 def test_only_methods_of_the_model_are_called() -> None:
     class Autoencoder(nn.Module):
         def __init__(self) -> None:
@@ -322,29 +228,3 @@ def test_only_methods_of_the_model_are_called() -> None:
         # What is noted of a forward goes with the step, also where no call of the model begins the next one.
         assert not session.watch.tap.order
     assert silent(guardian)
-
-
-def test_training_in_a_thread_and_two_threads_at_once() -> None:
-    results: dict[int, Guardian] = {}
-    gate = threading.Barrier(2)
-
-    def train(number: int) -> None:
-        model = mlp()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        with guard(model, optimizer) as guardian:
-            results[number] = guardian
-            gate.wait()
-            for _ in range(30):
-                zero_before_forward(model, optimizer)
-
-    threads = [threading.Thread(target=train, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for guardian in results.values():
-        assert guardian.step == 30
-        assert guardian.latest is not None
-        assert guardian.latest.micro_batches == 1
-        assert guardian.latest.loss is not None
-        assert silent(guardian)

@@ -6,16 +6,15 @@ that does it.
 
 from __future__ import annotations
 
-import difflib
 from importlib import metadata
 from typing import Annotated
 
 import typer
 
-from gpt_guard import catalogue
 from gpt_guard.commands.check import check
+from gpt_guard.commands.checklist import checklist
 from gpt_guard.commands.compare import compare
-from gpt_guard.render import block, numbered
+from gpt_guard.commands.explain import explain
 
 app = typer.Typer(
     help="Flight instruments for a PyTorch training loop.",
@@ -26,7 +25,9 @@ app = typer.Typer(
 
 
 app.command()(check)
+app.command()(checklist)
 app.command()(compare)
+app.command()(explain)
 
 
 def main() -> None:
@@ -47,40 +48,3 @@ def _options(
     ] = False,
 ) -> None:
     """Flight instruments for a PyTorch training loop."""
-
-
-@app.command()
-def explain(
-    code: Annotated[str | None, typer.Argument(help="A finding's code, such as GG101; all codes if left out.")] = None,
-) -> None:
-    """Say what a finding means, what causes it, which test tells the causes apart, and how to fix it."""
-    known = catalogue.entries()
-    if code is None:
-        for each in known.values():
-            typer.echo(f"{each.code}  {each.severity:<7}  {each.title}")
-        return
-    asked = code.strip().upper()
-    entry = known.get(asked) or known.get(f"GG{asked}")
-    if entry is None:
-        typer.echo(f"There is no finding code {code!r}. {_near(asked, list(known))}", err=True)
-        raise typer.Exit(2)
-    typer.echo(explanation(entry))
-
-
-def explanation(entry: catalogue.Entry) -> str:
-    """The catalogue's words for one code, laid out as in the finding itself."""
-    parts = [
-        [f"{entry.code} {entry.title} ({entry.severity})"],
-        block("meaning", entry.meaning),
-        numbered("causes", entry.ordered_causes()),
-        block("next test", entry.next_test) + block("fix", entry.fix),
-    ]
-    return "\n\n".join("\n".join(part) for part in parts)
-
-
-def _near(asked: str, known: list[str]) -> str:
-    asked = asked if asked.startswith("GG") else f"GG{asked}"
-    family = [other for other in known if other[:3] == asked[:3]]
-    near = family or difflib.get_close_matches(asked, known, n=6)
-    hint = f"Near it: {', '.join(near)}. " if near else ""
-    return f"{hint}`gpt-guard explain` lists all codes."

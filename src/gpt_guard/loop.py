@@ -72,7 +72,7 @@ class Loop:
         if self._watch.evaluation:
             self._watch.tap.inputs = None
         if self._watch.evaluation and not self._watch.immediate:
-            readings = self._steps.read()
+            readings = self._steps.early()
             self._roster.judge(
                 Observation(step=self._watch.step, moment=Moment.FORWARD, evaluation=True, readings=readings)
             )
@@ -212,5 +212,8 @@ class Loop:
 
     def finish(self) -> None:
         """Complete what still waits, and let the guards say what is left to say."""
-        self._steps.read()
+        readings = self._steps.read()
+        if readings and not self._watch.immediate:
+            # A forward, or a backward, that no step has followed.
+            self._roster.judge(Observation(step=self._watch.step, moment=Moment.FORWARD, readings=readings))
         self._roster.finish()

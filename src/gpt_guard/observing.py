@@ -28,7 +28,9 @@ def amount(inputs: Any) -> tuple[int, int]:
 
     Ids are integers of shape `[B, T]`; images and other data have no tokens.
     """
-    for _, tensor in walk(inputs):
+    # The usual call, model(x, ...), without the general walk.
+    first = inputs[0][0] if type(inputs) is tuple and inputs and type(inputs[0]) is tuple and inputs[0] else None
+    for _, tensor in (("", first),) if type(first) is Tensor and first.dim() else walk(inputs):
         if tensor.dim():
             ids = tensor.dim() == 2 and not (tensor.is_floating_point() or tensor.is_complex())
             return tensor.shape[0], tensor.numel() if ids else 0
@@ -45,24 +47,31 @@ def observe(
     both to the parameters this optimizer steps. `facts` are the fields known without the device.
     """
     norms = _named(after, readings.pop("grad_norms", []), names)
-    grad_norm = total_norm(list(norms.values())) if norms else None
+    grad_norm = total_norm(norms.values()) if norms else None
     clipped_norm = grad_norm
     if applied is not None:
         now = _named(applied, readings.pop("grad_norms.applied", []), names)
-        clipped_norm = total_norm(list(now.values())) if now else None
+        clipped_norm = total_norm(now.values()) if now else None
         if grad_norm is None:
             norms, grad_norm = now, clipped_norm
     losses = [readings.pop(name) for name in list(readings) if name.startswith("loss.")]
-    return Observation.model_construct(
-        loss=float(sum(losses)) if losses else None,
-        lr=tuple(readings.pop(name) for name in list(readings) if name.startswith("lr.")),
-        grad_norm=grad_norm,
-        grad_norm_clipped=clipped_norm,
-        clipped=_clipped(grad_norm, clipped_norm),
-        grad_norms=norms,
-        readings=readings,
-        **facts,
+    return _BLANK.model_copy(
+        update={
+            "loss": float(sum(losses)) if losses else None,
+            "lr": tuple(readings.pop(name) for name in list(readings) if name.startswith("lr.")),
+            "grad_norm": grad_norm,
+            "grad_norm_clipped": clipped_norm,
+            "clipped": _clipped(grad_norm, clipped_norm),
+            "grad_norms": norms,
+            "readings": readings,
+            "metrics": {},
+            **facts,
+        }
     )
+
+
+# A copy takes a tenth of the time of making one, with or without validation.
+_BLANK = Observation(step=0, moment=Moment.BEFORE_STEP)
 
 
 def _named(names: list[str], norms: list[float], keep: set[str] | None) -> dict[str, float]:
@@ -84,7 +93,6 @@ def complete(seen: Observation, late: Readings, step_time: float | None) -> Obse
             "moment": Moment.AFTER_STEP,
             "update_ratio": late.pop("update_ratio", None),
             "max_update": late.pop("max_update", None),
-            "update_ratios": late.pop("update_ratios", {}),
             "step_time": step_time,
             "readings": late,
         }

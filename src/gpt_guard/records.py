@@ -74,7 +74,9 @@ class TensorStats(Record):
     finite_min: float | None = None
     finite_max: float | None = None
     first_bad: tuple[int, ...] | None = Field(default=None, description="index of the first non-finite element")
-    bad_rows: tuple[int, ...] = Field(default=(), description="first few indices along dimension 0 that hold bad elements")
+    bad_rows: tuple[int, ...] = Field(
+        default=(), description="first few indices along dimension 0 that hold bad elements"
+    )
     bad_row_count: int = 0
 
     @property
@@ -115,7 +117,6 @@ class Observation(Record):
     skipped: bool = False
     metrics: dict[str, float] = Field(default_factory=dict)
     grad_norms: dict[str, float | None] = Field(default_factory=dict, exclude=True, repr=False)
-    update_ratios: dict[str, float] = Field(default_factory=dict, exclude=True, repr=False)
     readings: dict[str, Any] = Field(default_factory=dict, exclude=True, repr=False)
 
     def largest_grads(self, count: int = 3) -> dict[str, float]:
@@ -152,7 +153,9 @@ class Finding(Record):
     module: str | None = None
     module_class: str | None = None
     parameter: str | None = None
-    position: str | None = Field(default=None, description="where in the structure the tensor sat, e.g. output[1]['loss']")
+    position: str | None = Field(
+        default=None, description="where in the structure the tensor sat, e.g. output[1]['loss']"
+    )
     origin: str | None = Field(default=None, description="who made it and who only received it")
     where: SourceLine | None = None
     tensor: TensorStats | None = None

@@ -62,6 +62,7 @@ class Session:
             watch.step = progress.step
             self.watch = watch
             self.roster = Roster(guards, desk.submit)
+            tap.listen = self.roster.listen
             self.loop = Loop(watch, self.roster, desk, progress)
             self._attach(undo, guards, scaler)
             # Only now, with everything in place, does the way out belong to `close`.

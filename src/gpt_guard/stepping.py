@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gpt_guard.desk import Desk
 from gpt_guard.errors import GuardError
-from gpt_guard.hooks.gradients import Gradients
+from gpt_guard.hooks.gradients import Gradients, GradNorms
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.ledger import Readings
 from gpt_guard.observing import complete, observe, put_lr
@@ -35,6 +35,7 @@ class Steps:
         self._progress = progress
         self._several = len(watch.optimizers) > 1
         self._losses: Readings = {}
+        self._kept: Readings = {}
         self._pending: Observation | None = None
         self._step_time: float | None = None
         self._clocks = [time.perf_counter()] * len(watch.optimizers)
@@ -43,6 +44,7 @@ class Steps:
     def begin(self) -> None:
         """A new step is being prepared: the losses of the last one no longer count."""
         self._losses = {}
+        self._kept = {name: value for name, value in self._kept.items() if not name.startswith("loss.")}
         self._watch.ledger.drop("loss.")
 
     def before(self, index: int) -> Observation:
@@ -63,18 +65,19 @@ class Steps:
         watch = self._watch
         optimizer = watch.optimizers[index]
         put_lr(watch.ledger, optimizer)
-        if watch.grad_norms is not None:
-            watch.ledger.put("grad_norms", watch.grad_norms.norms)
-        applied = None
         # A fused optimizer takes the scale out inside its step, through this attribute.
         unit = getattr(optimizer, "grad_scale", None)
-        if watch.grad_norms is None or self._gradients.altered(watch.grad_norms, unit, immediate=watch.immediate):
-            applied = self._gradients.measure(unit, immediate=watch.immediate)
+        if watch.grad_norms is None:
+            applied: GradNorms | None = self._gradients.measure(unit, immediate=watch.immediate)
+        else:
+            watch.ledger.put("grad_norms", watch.grad_norms.norms)
+            applied = self._gradients.applied(watch.grad_norms, unit, immediate=watch.immediate)
+        if applied is not None:
             watch.ledger.put("grad_norms.applied", applied.norms)
         # A fused optimizer also skips by itself what a GradScaler found to overflow.
         if isinstance(found := getattr(optimizer, "found_inf", None), Tensor):
             watch.ledger.put("found_inf", found)
-        readings = self.read()
+        readings = self._rest()
         if readings.pop("found_inf", False):
             return self._overflowed(index, readings)
         return self._observe(index, readings, applied.names if applied else None, skipped=False)
@@ -123,7 +126,7 @@ class Steps:
     def skipped_outside(self, index: int) -> None:
         """A GradScaler did not call `step()`."""
         put_lr(self._watch.ledger, self._watch.optimizers[index])
-        self.skip(index, self._overflowed(index, self.read()))
+        self.skip(index, self._overflowed(index, self._rest()))
 
     def skip(self, index: int, seen: Observation) -> None:
         """Not a step: told and judged, not counted."""
@@ -137,6 +140,16 @@ class Steps:
         now = time.perf_counter()
         self._step_time, self._clocks[index] = now - self._clocks[index], now
         self._watch.step = self._progress.step
+
+    def early(self) -> Readings:
+        """Read before the step is reached, as an evaluation needs it; what belongs to the step is kept for it."""
+        readings = self.read()
+        self._kept |= readings
+        return readings
+
+    def _rest(self) -> Readings:
+        kept, self._kept = self._kept, {}
+        return kept | self.read()
 
     def read(self) -> Readings:
         """The one host read: returns what was measured before the step, completes the step before it."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,19 +21,26 @@ Reads = Literal["immediate", "per_step"]
 both = pytest.mark.parametrize("reads", ["immediate", "per_step"])
 
 
+@contextmanager
+def halting(model: nn.Module, optimizer: Any, reads: Reads, **options: Any) -> Iterator[list[Finding]]:
+    """A guarded loop that must be halted; the list holds the finding afterwards."""
+    found: list[Finding] = []
+    guardian = Guardian(model, optimizer, guards=[FiniteGuard(**options)], sinks=[], reads=reads)
+    with pytest.raises(NonFiniteError) as caught, guardian:
+        yield found
+    found.append(caught.value.finding)
+
+
 def blamed(
     model: nn.Module, *inputs: Any, reads: Reads, call: Callable[..., Any] | None = None, **options: Any
 ) -> Finding:
     """The finding of one training step on `model(*inputs)`, or on what `call` makes of it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with (
-        pytest.raises(NonFiniteError) as caught,
-        Guardian(model, optimizer, guards=[FiniteGuard(**options)], sinks=[], reads=reads),
-    ):
+    with halting(model, optimizer, reads, **options) as found:
         output = (call or model)(*inputs)
         output.sum().backward()
         optimizer.step()
-    return caught.value.finding
+    return found[0]
 
 
 class NaNOutput(nn.Module):
@@ -175,6 +183,8 @@ def test_a_module_kept_outside_of_its_caller_is_found_by_the_call(reads: Reads) 
     """A registry holds the layers; the module that calls them is elsewhere."""
 
     class Caller(nn.Module):
+        registry: nn.ModuleDict
+
         def __init__(self, registry: nn.ModuleDict) -> None:
             super().__init__()
             self.own = nn.Linear(4, 4)
@@ -275,17 +285,14 @@ def test_a_parameter_that_only_the_parent_reads_is_named(reads: Reads) -> None:
 
     model = Tied()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with (
-        pytest.raises(NonFiniteError) as caught,
-        Guardian(model, optimizer, guards=[FiniteGuard()], sinks=[], reads=reads),
-    ):
+    with halting(model, optimizer, reads) as halt:
         model(torch.zeros(2, dtype=torch.long)).sum().backward()
         optimizer.step()
         with torch.no_grad():
             model.tok.weight[3, 0] = math.nan
         model(torch.zeros(2, dtype=torch.long)).sum().backward()
         optimizer.step()
-    found = caught.value.finding
+    found = halt[0]
     assert (found.code, found.parameter, found.module, found.step) == ("GG105", "tok.weight", "tok", 1)
     assert "other than optimizer.step()" in found.seen
 
@@ -294,17 +301,14 @@ def test_a_parameter_that_only_the_parent_reads_is_named(reads: Reads) -> None:
 def test_a_parameter_poisoned_between_steps_and_never_read_is_not_blamed_on_the_step(reads: Reads) -> None:
     model = nn.Embedding(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    with (
-        pytest.raises(NonFiniteError) as caught,
-        Guardian(model, optimizer, guards=[FiniteGuard()], sinks=[], reads=reads),
-    ):
+    with halting(model, optimizer, reads) as halt:
         for step in range(3):
             if step == 1:
                 with torch.no_grad():
                     model.weight[3, 0] = math.nan
             model(torch.zeros(2, dtype=torch.long)).sum().backward()
             optimizer.step()
-    found = caught.value.finding
+    found = halt[0]
     assert (found.code, found.parameter, found.step) == ("GG105", "weight", 1)
 
 
@@ -338,16 +342,11 @@ def test_statistics_of_ones_own_that_took_in_a_bad_input_are_not_blamed(reads: R
 @both
 def test_a_bad_buffer_that_evaluation_reads_is_named(reads: Reads) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    with (
-        pytest.raises(NonFiniteError) as caught,
-        Guardian(model, guards=[FiniteGuard()], sinks=[], reads=reads) as guardian,
-    ):
-        with guardian.evaluating():
-            model(x())
+    with halting(model.eval(), None, reads) as halt, torch.no_grad():
+        model(x())
         inject_nonfinite(model, "1.running_mean")
-        with guardian.evaluating():
-            model(x())
-    found = caught.value.finding
+        model(x())
+    found = halt[0]
     assert (found.code, found.module, found.parameter) == ("GG107", "1", "1.running_mean")
     assert found.evaluation
     assert found.micro_batch is None
@@ -454,13 +453,9 @@ def test_an_ignored_module_that_returned_it_is_named_and_not_its_caller(reads: R
 def test_inference_mode_and_no_grad_are_watched(reads: Reads) -> None:
     for context in (torch.inference_mode, torch.no_grad):
         model = Custom(nan)
-        with (
-            pytest.raises(NonFiniteError) as caught,
-            Guardian(model, guards=[FiniteGuard()], sinks=[], reads=reads),
-            context(),
-        ):
+        with halting(model, None, reads) as halt, context():
             model(x())
-        assert (caught.value.finding.module, caught.value.finding.evaluation) == ("", True)
+        assert (halt[0].module, halt[0].evaluation) == ("", True)
 
 
 @both

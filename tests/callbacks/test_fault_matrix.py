@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from gpt_guard import Finding, FiniteGuard, Guardian, NonFiniteError
 from gpt_guard.testing import inject_nonfinite
 
-STEP = 2
+STEP = 1
 WIDTH, VOCAB, LENGTH = 8, 11, 6
 Reads = Literal["immediate", "per_step"]
 
@@ -77,47 +77,47 @@ class Run:
 
     model: GPT
     optimizer: torch.optim.Optimizer
-    clip: float | None = None
-    accumulate: int = 1
-    break_loss: float = 0.0
+    loss_term: float = 0.0
+    broken_at: tuple[Any, str, float] | None = None
     before: Any = None
     after: Any = None
 
     @classmethod
-    def new(cls, **options: Any) -> Run:
+    def new(cls) -> Run:
         model = GPT()
-        return cls(model, torch.optim.AdamW(model.parameters(), lr=1e-3), **options)
+        return cls(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
 
     def state(self) -> Any:
         return copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
 
-    def loss(self, step: int) -> Tensor:
+    def loss(self) -> Tensor:
         ids = torch.randint(VOCAB, (4, LENGTH))
         logits = self.model(ids, torch.randn(4, LENGTH, WIDTH))
         loss = F.cross_entropy(logits.flatten(0, 1), ids.flatten())
-        return loss + self.break_loss if step == STEP else loss
+        return loss + self.loss_term
 
-    def train(self, steps: int = STEP + 2) -> None:
+    def train(self, steps: int = STEP + 3) -> None:
         try:
             for step in range(steps):
-                self.before = self.state()
-                self.step(step)
+                if step == STEP and self.broken_at is not None:
+                    setattr(*self.broken_at)
+                self.before = self.state() if step == STEP else self.before
+                self.step()
         finally:
             self.after = self.state()
 
-    def step(self, step: int) -> None:
+    def step(self) -> None:
         self.optimizer.zero_grad()
-        for _ in range(self.accumulate):
-            (self.loss(step) / self.accumulate).backward()
-        if self.clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.loss().backward()
+        # One bad gradient makes all of them bad here.
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
 
 
 def same(one: Any, other: Any) -> bool:
     """Bit-identical, NaN included."""
     if isinstance(one, Tensor):
-        return one.dtype == other.dtype and one.numpy().tobytes() == other.numpy().tobytes()
+        return bool(one.dtype == other.dtype) and one.numpy().tobytes() == other.numpy().tobytes()
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
@@ -138,8 +138,7 @@ class Fault:
     received_by: str | None = None
     after: str | None = None
     line: str | None = None
-    step: int = STEP
-    outside: bool = False
+    attribute: str | None = None
 
 
 def output(path: str, line: str) -> Fault:
@@ -148,6 +147,11 @@ def output(path: str, line: str) -> Fault:
 
 def between(path: str, module: str, after: str | None, line: str) -> Fault:
     return Fault(f"before {path}", "GG101", path, "input", module, received_by=path, after=after, line=line)
+
+
+def functional(path: str, attribute: str, receiver: str, after: str, line: str) -> Fault:
+    name = f"{attribute} in {path}"
+    return Fault(name, "GG101", path, None, path, None, receiver, after, line, attribute)
 
 
 def gradient(path: str) -> Fault:
@@ -168,6 +172,8 @@ FAULTS = [
     output("head", "self.head(self.ln(x))"),
     *(between(f"{b}.ln2", b, f"{b}.attn", "self.mlp(self.ln2(x))") for b in BLOCKS),
     *(between(f"{b}.attn.proj", f"{b}.attn", f"{b}.attn.qkv", "self.proj(mixed)") for b in BLOCKS),
+    *(functional(b, "break_between", f"{b}.ln2", f"{b}.attn", "self.mlp(self.ln2(x))") for b in BLOCKS),
+    *(functional(f"{b}.attn", "break_scores", f"{b}.attn.proj", f"{b}.attn.qkv", "self.proj(mixed)") for b in BLOCKS),
     between("blocks.0", "", "pos", "x = block(x)"),
     between("blocks.1.mlp.2", "blocks.1.mlp", "blocks.1.mlp.1", "self.mlp(self.ln2(x))"),
     between("ln", "", "blocks.2", "self.head(self.ln(x))"),
@@ -185,17 +191,21 @@ FAULTS = [
     Fault("parameter between steps", "GG105", "blocks.1.ln2.weight", None, "blocks.1.ln2", "blocks.1.ln2.weight"),
     Fault("tied parameter between steps", "GG105", "tok.weight", None, "tok", "tok.weight"),
     Fault("buffer", "GG107", "scale", None, "", "scale"),
-    Fault("loss outside", "GG102", outside=True, line="self.accumulate).backward()"),
+    Fault("loss outside", "GG102", attribute="loss_term", line="self.loss().backward()"),
 ]
 
 
 @contextmanager
 def broken(run: Run, fault: Fault, value: float) -> Iterator[None]:
-    if fault.outside:
-        run.break_loss = value
+    if fault.attribute is not None:
+        run.broken_at = (
+            run if fault.attribute == "loss_term" else run.model.get_submodule(fault.path),
+            fault.attribute,
+            value,
+        )
         yield
         return
-    with inject_nonfinite(run.model, fault.path, at=fault.at, step=fault.step, value=value) as injection:
+    with inject_nonfinite(run.model, fault.path, at=fault.at, step=STEP, value=value) as injection:
         yield
         assert injection.fired
 
@@ -203,7 +213,7 @@ def broken(run: Run, fault: Fault, value: float) -> Iterator[None]:
 def check(found: Finding, fault: Fault, reads: Reads) -> None:
     assert found.code == fault.code, found.seen
     assert found.module == fault.module, found.origin
-    assert found.step == fault.step
+    assert found.step == STEP
     if fault.parameter is not None:
         assert found.parameter == fault.parameter
     if fault.received_by is not None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pytest
@@ -35,6 +37,23 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor | Non
 
 def guarded(model: nn.Module, optimizer: Any, reads: Reads = "immediate", **options: Any) -> Guardian:
     return Guardian(model, optimizer, guards=[FiniteGuard(**options)], sinks=[], reads=reads)
+
+
+@dataclass
+class Halt:
+    """What halted, once it has."""
+
+    guardian: Guardian
+    finding: Finding = field(init=False)
+
+
+@contextmanager
+def halting(model: nn.Module, optimizer: Any, reads: Reads = "immediate", **options: Any) -> Iterator[Halt]:
+    """A guarded loop that must be halted."""
+    halt = Halt(guarded(model, optimizer, reads, **options))
+    with pytest.raises(NonFiniteError) as caught, halt.guardian:
+        yield halt
+    halt.finding = caught.value.finding
 
 
 def quiet(model: nn.Module, batch: Any = None, *, reads: Reads, steps: int = 3, **options: Any) -> list[Finding]:
@@ -159,6 +178,7 @@ def test_a_mask_of_negative_infinity_is_recorded_once(reads: Reads) -> None:
 def test_masks_in_the_batch_and_infinite_buffers_at_the_start_are_quiet(reads: Reads) -> None:
     class Observer(nn.Module):
         low: Tensor
+        mask: Tensor
 
         def __init__(self) -> None:
             super().__init__()
@@ -193,6 +213,35 @@ def test_a_parameter_that_is_bad_at_the_start_is_said_on_entry(reads: Reads) -> 
         quiet(model, reads=reads)
     found = caught.value.finding
     assert (found.code, found.parameter, found.moment) == ("GG105", "2.weight", "start")
+
+
+@both
+def test_a_bad_forward_that_no_step_follows_is_still_told(reads: Reads) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with halting(model, optimizer, reads) as halt, inject_nonfinite(model, "1", step=1):
+        step(model, optimizer)
+        model(x())
+    assert (halt.finding.module, halt.finding.step) == ("1", 1)
+
+
+@both
+def test_an_evaluation_in_the_middle_of_a_step_takes_nothing_from_it(reads: Reads) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with guarded(model, optimizer, reads) as guardian:
+        model(x()).square().mean().backward()
+        with torch.no_grad():
+            model(x())
+        optimizer.step()
+    assert guardian.latest is not None
+    assert guardian.latest.loss is not None
+    with halting(model, optimizer, reads) as halt, inject_nonfinite(model, "0.weight", at="gradient"):
+        model(x()).square().mean().backward()
+        with torch.no_grad():
+            model(x())
+        optimizer.step()
+    assert (halt.finding.code, halt.finding.parameter) == ("GG104", "0.weight")
 
 
 # What is not told twice, and what is switched off.
@@ -243,8 +292,7 @@ def test_the_micro_batch_that_failed_is_named(at: str, reads: Reads) -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     with (
-        pytest.raises(NonFiniteError) as caught,
-        guarded(model, optimizer, reads),
+        halting(model, optimizer, reads) as halt,
         inject_nonfinite(model, "1", at=at, step=1, call=2),
     ):
         for _ in range(3):
@@ -252,24 +300,24 @@ def test_the_micro_batch_that_failed_is_named(at: str, reads: Reads) -> None:
                 model(x()).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert (caught.value.finding.step, caught.value.finding.micro_batch) == (1, 2)
+    assert (halt.finding.step, halt.finding.micro_batch) == (1, 2)
 
 
 @both
 def test_a_loss_outside_of_one_micro_batch_is_named(reads: Reads) -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    with pytest.raises(NonFiniteError) as caught, guarded(model, optimizer, reads):
+    with halting(model, optimizer, reads) as halt:
         for step_number in range(3):
             for micro_batch in range(3):
                 loss = model(x()).square().mean()
                 (loss.log() if (step_number, micro_batch) != (1, 1) else (loss * 0.0).log()).backward()
             optimizer.step()
             optimizer.zero_grad()
-    found = caught.value.finding
+    found = halt.finding
     assert (found.code, found.step, found.micro_batch) == ("GG102", 1, 1)
     if reads == "immediate":
-        assert found.evidence["operations"][0] == "Log"
+        assert str(found.evidence["operations"]).startswith("['Log'")
         assert found.causes[0].startswith("log(softmax")
 
 
@@ -288,14 +336,13 @@ def test_parameters_that_join_in_a_later_micro_batch_are_named_rightly(reads: Re
     model = Experts()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
-        pytest.raises(NonFiniteError) as caught,
-        guarded(model, optimizer, reads),
+        halting(model, optimizer, reads) as halt,
         inject_nonfinite(model, "experts.0.bias", at="gradient"),
     ):
         for model.chosen in (0, 1):
             model(x()).sum().backward()
         optimizer.step()
-    found = caught.value.finding
+    found = halt.finding
     assert (found.parameter, found.micro_batch) == ("experts.0.bias", 0)
 
 
@@ -345,10 +392,10 @@ def test_the_loss_s_own_backward_is_blamed_on_the_last_module(reads: Reads) -> N
     """The root of zero is finite, its derivative is not."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(NonFiniteError) as caught, guarded(model, optimizer, reads):
+    with halting(model, optimizer, reads) as halt:
         (model(x()) * 0.0).pow(2).sum().sqrt().backward()
         optimizer.step()
-    found = caught.value.finding
+    found = halt.finding
     assert (found.code, found.module, found.evidence["bad_gradient_count"]) == ("GG104", "1", 4)
 
 
@@ -415,22 +462,15 @@ def test_a_closure_that_goes_bad_is_stopped_before_the_first_change(reads: Reads
 def test_with_several_optimizers_none_steps_on_a_bad_gradient(reads: Reads) -> None:
     model = mlp()
     optimizers = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.Adam(model[2].parameters(), lr=0.1)]
-    with (
-        guarded(model, optimizers, reads),
-        inject_nonfinite(model, "0.weight", at="gradient", step=1),
-    ):
-        for number in range(2):
+    before: dict[str, Tensor] = {}
+    with halting(model, optimizers, reads) as halt, inject_nonfinite(model, "0.weight", at="gradient", step=1):
+        for _ in range(2):
             before = copy.deepcopy(model.state_dict())
             model.zero_grad()
-            try:
-                model(x()).square().mean().backward()
-                for optimizer in reversed(optimizers):
-                    optimizer.step()
-            except NonFiniteError as halt:
-                assert (number, halt.finding.parameter, halt.finding.step) == (1, "0.weight", 1)
-                break
-        else:
-            pytest.fail("a bad gradient was stepped on")
+            model(x()).square().mean().backward()
+            for optimizer in reversed(optimizers):
+                optimizer.step()
+    assert (halt.finding.parameter, halt.finding.step) == ("0.weight", 1)
     assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
 
 
@@ -467,13 +507,12 @@ def test_a_bad_forward_under_a_scaler_is_found(reads: Reads) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     with (
-        pytest.raises(NonFiniteError) as caught,
-        guarded(model, optimizer, reads),
+        halting(model, optimizer, reads) as halt,
         inject_nonfinite(model, "1", step=1),
     ):
         for _ in range(3):
             scaled_step(model, optimizer, scaler)
-    assert (caught.value.finding.code, caught.value.finding.module, caught.value.finding.step) == ("GG101", "1", 1)
+    assert (halt.finding.code, halt.finding.module, halt.finding.step) == ("GG101", "1", 1)
 
 
 @both
@@ -495,12 +534,12 @@ def test_a_scaler_that_only_skips_is_told_once(reads: Reads) -> None:
 def test_adams_eps_in_half_precision_is_named_with_the_parameter_and_step(reads: Reads) -> None:
     model = nn.Linear(4, 4).half()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    with pytest.raises(NonFiniteError) as caught, guarded(model, optimizer, reads):
+    with halting(model, optimizer, reads) as halt:
         for _ in range(3):
             optimizer.zero_grad()
             model(x().half()).mul(1e-4).sum().backward()
             optimizer.step()
-    found = caught.value.finding
+    found = halt.finding
     assert (found.code, found.step, found.module) == ("GG106", 0, "")
     assert "eps of 1e-08 is 0 in float16" in found.seen
     assert found.causes[0].startswith("Adam on float16")
@@ -510,11 +549,11 @@ def test_adams_eps_in_half_precision_is_named_with_the_parameter_and_step(reads:
 def test_a_schedule_that_divides_by_zero_is_the_likely_cause(reads: Reads) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(NonFiniteError) as caught, guarded(model, optimizer, reads):
+    with halting(model, optimizer, reads) as halt:
         for _ in range(3):
             optimizer.param_groups[0]["lr"] = math.nan
             step(model, optimizer)
-    found = caught.value.finding
+    found = halt.finding
     assert (found.code, found.step) == ("GG106", 0)
     assert found.causes[0].startswith("The learning rate is itself NaN")
 
@@ -523,11 +562,11 @@ def test_a_schedule_that_divides_by_zero_is_the_likely_cause(reads: Reads) -> No
 def test_batchnorm_statistics_that_overflow_are_named_after_the_step(reads: Reads) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with pytest.raises(NonFiniteError) as caught, guarded(model, optimizer, reads):
+    with halting(model, optimizer, reads) as halt:
         step(model, optimizer)
         step(model, optimizer, x() * 1e20)
         step(model, optimizer)
-    found = caught.value.finding
+    found = halt.finding
     assert (found.code, found.parameter, found.module, found.step) == ("GG107", "1.running_var", "1", 1)
 
 
@@ -549,12 +588,12 @@ def test_labels_that_are_all_ignored_are_counted(inside: bool, reads: Reads) -> 
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ids, labels = torch.arange(3), torch.full((3,), -100)
-    with pytest.raises(NonFiniteError) as caught, guarded(model, optimizer, reads):
+    with halting(model, optimizer, reads) as halt:
         output = model(ids, labels)
         loss = output[1] if inside else F.cross_entropy(output, labels)
         loss.backward()
         optimizer.step()
-    found = caught.value.finding
+    found = halt.finding
     assert (found.code, found.module) == ("GG102", "" if inside else None)
     assert found.position == ("output[1]" if inside else None)
     if reads == "immediate":
@@ -575,10 +614,10 @@ def test_a_loss_module_is_named_by_its_path(reads: Reads) -> None:
 
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(NonFiniteError) as caught, guarded(model, optimizer, reads):
+    with halting(model, optimizer, reads) as halt:
         model(x())["loss"].backward()
         optimizer.step()
-    assert (caught.value.finding.code, caught.value.finding.module) == ("GG102", "criterion")
+    assert (halt.finding.code, halt.finding.module) == ("GG102", "criterion")
 
 
 def test_a_masked_target_is_the_likely_cause_where_an_output_was_masked() -> None:
@@ -592,9 +631,9 @@ def test_a_masked_target_is_the_likely_cause_where_an_output_was_masked() -> Non
 
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(NonFiniteError) as caught, guarded(model, optimizer):
+    with halting(model, optimizer) as halt:
         F.cross_entropy(model(x()), torch.zeros(3, dtype=torch.long)).backward()
-    found = caught.value.finding
+    found = halt.finding
     assert found.code == "GG102"
     assert found.evidence["neg_inf_outputs"] == ["mask"]
     assert found.causes[0].startswith("The target's own logit is -inf")
@@ -606,14 +645,14 @@ def test_a_masked_target_is_the_likely_cause_where_an_output_was_masked() -> Non
 @both
 def test_what_is_inside_a_compiled_model_is_said_to_be_unseen_and_its_output_is_watched(reads: Reads) -> None:
     model = mlp()
-    compiled = torch.compile(model, backend="eager")
+    compiled: Any = torch.compile(model, backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     compiled(x()).sum().backward()
-    with pytest.raises(NonFiniteError) as caught, guarded(compiled, optimizer, reads) as guardian:
+    with halting(compiled, optimizer, reads) as halt:
         for number in range(3):
             step(compiled, optimizer, x() * (math.inf if number == 2 else 1.0))
-    assert (caught.value.finding.code, caught.value.finding.step) == ("GG103", 2)
-    assert any("compiled" in spot for spot in guardian.report().not_watched)
+    assert (halt.finding.code, halt.finding.step) == ("GG103", 2)
+    assert any("compiled" in spot for spot in halt.guardian.report().not_watched)
 
 
 @both

@@ -15,7 +15,7 @@ Guarded = Callable[..., Guardian]
 
 @pytest.fixture(params=["immediate", "per_step"])
 def guarded(request: pytest.FixtureRequest) -> Iterator[Guarded]:
-    """Make Guardians with `guarded(model, optimizer, **options)`; fails if one of them has anything to complain about."""
+    """Make Guardians with `guarded(model, optimizer, **options)`; fails if one of them has a complaint."""
     made: list[Guardian] = []
 
     def make(model: Any, optimizer: Any = None, **options: Any) -> Guardian:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from mini_gpt import MiniGPT, MiniGPTConfig
 
 VOCABULARY, LENGTH, WIDTH = 24, 12, 32
-STEPS = 80
+STEPS = 60
 Guarded = Callable[..., Any]
 
 
@@ -124,8 +124,9 @@ class LowRank(nn.Module):
 def test_frozen_layers_with_adapters(guarded: Guarded) -> None:
     model = gpt().requires_grad_(False)
     for block in model.blocks:
-        block.attention.query_key_value = LowRank(block.attention.query_key_value)  # type: ignore[union-attr]
-        block.mlp.up = LowRank(block.mlp.up)  # type: ignore[union-attr]
+        attention, mlp = cast(Any, block).attention, cast(Any, block).mlp
+        attention.query_key_value = LowRank(attention.query_key_value)
+        mlp.up = LowRank(mlp.up)
     optimizer = adamw(model, 1e-2)
     with guarded(model, optimizer):
         train(model, optimizer)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 VOCABULARY, LENGTH, WIDTH = 24, 12, 32
-STEPS = 80
+STEPS = 60
 Guarded = Callable[..., Any]
 
 

@@ -56,7 +56,8 @@ def test_both_spellings_and_every_kind_of_argument(pair: tuple[Listener, Listene
     x.sum().backward()
     torch.autograd.backward(x.sum())
     torch.autograd.backward(tensors=[x.sum(), x.prod()])
-    torch.autograd.backward(each for each in (x.sum(), x.prod()))
+    iterator: Any = iter((x.sum(), x.prod()))
+    torch.autograd.backward(iterator)
     torch.autograd.backward(torch.autograd.graph.get_gradient_edge(x.sum()), torch.ones(()))
     x.mul(2).backward(torch.ones(2), inputs=[x])
     assert [len(losses) for losses in pair[0].losses] == [1, 1, 2, 2, 0, 1]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.hooks.gradients import Gradients, exact_norm, fused_norms, total_norm
+from gpt_guard.hooks.gradients import Gradients, GradNorms, exact_norm, fused_norms, total_norm
 
 
 def parameters(*grads: Tensor | None) -> dict[str, Tensor]:
@@ -105,20 +105,70 @@ def test_cleared_means_all_gone_or_all_written() -> None:
     assert gradients.mark()
 
 
-def test_a_write_that_no_counter_shows() -> None:
-    tensors = parameters(torch.tensor([3.0, 4.0]), torch.ones(1))
-    gradients = Gradients(tensors)
-    measured = gradients.measure(None, immediate=True)
-    assert not gradients.altered(measured, None, immediate=True)
-    assert gradients.altered(measured, None, immediate=False)
-    grad = tensors["p0"].grad
-    assert grad is not None
-    grad.data.clamp_(max=1.0)
+def kept(*grads: Tensor) -> tuple[Gradients, GradNorms, list[Tensor]]:
+    gradients = Gradients(parameters(*grads))
+    gradients.mark()
+    return gradients, gradients.measure(None, immediate=True), list(grads)
+
+
+def ten(*, of: float = 1.0) -> list[Tensor]:
+    return [torch.full((2,), of * (place + 1)) for place in range(10)]
+
+
+def test_nobody_has_written() -> None:
+    gradients, measured, _ = kept(*ten())
+    assert gradients.applied(measured, None, immediate=True) is None
+
+
+@pytest.mark.parametrize("through_data", [True, False])
+def test_all_scaled_by_one_factor(through_data: bool) -> None:
+    gradients, measured, grads = kept(*ten())
+    for grad in grads:
+        (grad.data if through_data else grad).mul_(0.1)
+    applied = gradients.applied(measured, None, immediate=True)
+    assert applied is not None
+    assert applied.names == measured.names
+    assert applied.norms == pytest.approx([0.1 * norm for norm in measured.norms], rel=1e-4)
+
+
+@pytest.mark.parametrize("place", range(10))
+def test_a_single_one_changed_is_measured(place: int) -> None:
+    gradients, measured, grads = kept(*ten())
+    grads[place].mul_(0.5)
+    applied = gradients.applied(measured, None, immediate=True)
+    assert applied is not None
+    expected = [norm * (0.5 if other == place else 1.0) for other, norm in enumerate(measured.norms)]
+    assert applied.norms == pytest.approx(expected)
+
+
+def test_values_clamped_through_data() -> None:
+    gradients, measured, grads = kept(*ten())
+    for grad in grads:
+        grad.data.clamp_(max=3.0)
     assert not gradients.touched()
-    assert gradients.altered(measured, None, immediate=True)
+    applied = gradients.applied(measured, None, immediate=True)
+    assert applied is not None
+    assert applied.norms == pytest.approx([min(place + 1, 3) * math.sqrt(2) for place in range(10)])
 
 
-def test_without_a_finite_norm_nothing_is_compared() -> None:
-    gradients = Gradients(parameters(torch.tensor([math.inf])))
+def test_a_scale_that_is_still_on_the_gradients() -> None:
+    gradients, _, _ = kept(*ten(of=8.0))
+    measured = gradients.measure(torch.tensor(8.0), immediate=True)
+    assert gradients.applied(measured, torch.tensor(8.0), immediate=True) is None
+
+
+@pytest.mark.parametrize("odd", [math.inf, math.nan, 0.0])
+def test_odd_norms_are_measured(odd: float) -> None:
+    gradients, measured, grads = kept(*ten())
+    grads[9].fill_(odd)
     measured = gradients.measure(None, immediate=True)
-    assert not gradients.altered(measured, None, immediate=True)
+    applied = gradients.applied(measured, None, immediate=True)
+    assert applied is not None
+    assert applied.norms[:9] == measured.norms[:9]
+
+
+def test_where_reads_wait_everything_is_measured() -> None:
+    gradients, measured, _ = kept(*ten())
+    applied = gradients.applied(measured, None, immediate=False)
+    assert applied is not None
+    assert applied.norms.tolist() == pytest.approx(measured.norms)

@@ -44,7 +44,8 @@ def test_a_call_on_what_holds_the_model_counts() -> None:
 
 
 def test_other_models_are_not_noted() -> None:
-    log, other = ModeLog(nn.Linear(1, 1)), ModeLog(stranger := nn.Dropout())
+    model, stranger = nn.Linear(1, 1), nn.Dropout()
+    log, other = ModeLog(model), ModeLog(stranger)
     log.open()
     other.open()
     stranger.eval()

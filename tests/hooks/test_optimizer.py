@@ -69,7 +69,10 @@ def test_several_optimizers_by_index() -> None:
 def test_a_closure_is_called_as_it_would_be(keyword: bool) -> None:
     optimizer, listener = sgd(), Listener()
     hooks = StepHooks((optimizer,), listener)
-    closure = lambda: torch.tensor(7.0)  # noqa: E731  # what people write
+
+    def closure() -> Tensor:
+        return torch.tensor(7.0)
+
     result = optimizer.step(closure=closure) if keyword else optimizer.step(closure)
     hooks.close()
     assert result == 7.0
@@ -129,7 +132,8 @@ def test_wrappers_lists_and_none() -> None:
     plain = sgd()
     assert unwrap(None) == ()
     assert unwrap(plain) == (plain,)
-    assert unwrap(Wrapped(Wrapped(plain))) == (plain,)
+    wrapped: Any = Wrapped(Wrapped(plain))
+    assert unwrap(wrapped) == (plain,)
     assert unwrap(each for each in [plain]) == (plain,)
     assert innermost(Wrapped(plain)) is plain
     assert innermost("something") == "something"

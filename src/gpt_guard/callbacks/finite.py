@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.blame import Blame, Shown, blame
-from gpt_guard.callbacks.finite_gradients import bad_gradient
+from gpt_guard.callbacks.finite_gradients import bad_gradient, confirmed
 from gpt_guard.callbacks.finite_late import LateReadings
 from gpt_guard.callbacks.finite_loss import is_loss, loss_of_module, loss_outside
 from gpt_guard.callbacks.finite_state import bad_after_step, bad_at_start, bad_before_use
@@ -22,7 +22,7 @@ from gpt_guard.hooks.reach import reaches
 from gpt_guard.hooks.state import StateWatch
 from gpt_guard.hooks.tensors import describe, looks_bad, walk
 from gpt_guard.hooks.watch import Watch
-from gpt_guard.records import Finding, Moment, Observation, TensorStats
+from gpt_guard.records import Finding, Moment, Observation
 
 # From its default scale of 65536 a healthy GradScaler is at 1 after 16 skips; a few more and nothing helps.
 _STUCK_SCALER = 20
@@ -70,6 +70,7 @@ class FiniteGuard(Guard):
         self._untouched: dict[int, int] = {}
         self._loss: Tensor | None = None
         self._late = LateReadings()
+        self._state = StateWatch(nn.Module(), parameters=False, buffers=False)
 
     def attach(self, watch: Watch) -> None:
         """Look at parameters and buffers once, then hook the forward."""
@@ -190,22 +191,12 @@ class FiniteGuard(Guard):
             self._late.keep_backward(watch, micro_batch, self._loss, gradients=self.gradients and not watch.scaling)
             return
         if self.gradients and norms is not None and not watch.scaling and not self._bad_step:
-            bad = self._confirmed(norms.names, norms.norms)
+            bad = confirmed(watch, norms.names, norms.norms)
             if bad:
                 self._bad_step = True
                 here = {"step": watch.step, "micro_batch": micro_batch, "where": user_line()}
                 watch.submit(bad_gradient(watch, bad, self._loss, here))
         self._loss = None
-
-    def _confirmed(self, names: list[str], norms: list[float]) -> dict[str, TensorStats]:
-        bad: dict[str, TensorStats] = {}
-        if all(norm - norm == 0.0 for norm in norms):
-            return bad
-        for name, norm in zip(names, norms, strict=True):
-            grad = self.watch.tracked[name].grad
-            if norm - norm != 0.0 and grad is not None and (stats := describe(grad)) is not None:
-                bad[name] = stats
-        return bad
 
     # Steps.
 

@@ -10,10 +10,23 @@ from torch import Tensor
 from gpt_guard.callbacks.finite_words import GUARD, amount
 from gpt_guard.catalogue import finding
 from gpt_guard.hooks.reach import uses
+from gpt_guard.hooks.tensors import describe
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, TensorStats
 
 _LISTED = 10
+
+
+def confirmed(watch: Watch, names: Sequence[str], norms: Sequence[float]) -> dict[str, TensorStats]:
+    """The gradients that are bad, given their norms: exact, since squares of finite values may overflow."""
+    bad: dict[str, TensorStats] = {}
+    if all(norm - norm == 0.0 for norm in norms):
+        return bad
+    for name, norm in zip(names, norms, strict=True):
+        grad = watch.tracked[name].grad
+        if norm - norm != 0.0 and grad is not None and (stats := describe(grad)) is not None:
+            bad[name] = stats
+    return bad
 
 
 class First(NamedTuple):

@@ -84,7 +84,8 @@ def _bad_loss(
     **fields: Any,
 ) -> Finding:
     labels = (labels_of(loss) if loss is not None else None) or _labels_given(watch)
-    made_by = operations(loss) if loss is not None else []
+    # Scaling and its removal put two operations of their own on top.
+    made_by = operations(loss)[2 if watch.scaling else 0 :] if loss is not None else []
     if labels is not None and labels.supervised < labels.labels:
         evidence |= labels._asdict()
         if labels.supervised == 0:

@@ -116,7 +116,8 @@ class GradNormMonitor(Guard):
         track = self._tracks.get(seen.optimizer)
         if track is None:
             track = self._tracks[seen.optimizer] = self._new_track()
-        if (uncleared := seen.readings.get("grads_uncleared", 0)) >= _UNCLEARED:
+        # Zeros that were not cleared are no harm: a zero_grad() in the wrong place is told below.
+        if (uncleared := seen.readings.get("grads_uncleared", 0)) >= _UNCLEARED and seen.grad_norm_clipped:
             yield norm_findings.uncleared(seen, uncleared)
         backwards, track.backwards = self._backwards - track.backwards, self._backwards
         if self._missing is not None:

@@ -21,7 +21,6 @@ _SENTENCES = {
     "no_grad": "ran only with gradients disabled",
     "unused_layer": "was never called",
     "dead_branch": "was never called, although others of its list were",
-    "other_tensors": "is not a module of this model: the optimizer holds other tensors",
     "unknown": "cannot be seen from here (compiled)",
 }
 
@@ -31,7 +30,8 @@ class MissingGradients:
 
     After `first` steps without one a parameter is reported; after `patience` steps if its module was not called while
     others of the same ModuleList or ModuleDict were: an expert without tokens, stochastic depth, another task's head.
-    Frozen and empty parameters are never counted. Costs nothing once every parameter has had a gradient.
+    Frozen and empty parameters are never counted; tensors that are not the model's belong to ParamDeltaProbe. Costs
+    nothing once every parameter has had a gradient.
     """
 
     def __init__(self, watch: Watch, *, first: int, patience: int) -> None:
@@ -52,7 +52,9 @@ class MissingGradients:
         index = seen.optimizer
         without = self._without.get(index)
         if without is None:
-            without = [name for name, p in self._watch.held_by(index).items() if p.requires_grad and p.numel()]
+            held = self._watch.held_by(index)
+            own = {name: held[name] for name in held if name not in self._watch.extra}
+            without = [name for name, p in own.items() if p.requires_grad and p.numel()]
         elif not without:
             return
         held = self._watch.held_by(index)
@@ -79,11 +81,7 @@ class MissingGradients:
         # None at all is another story, told as GG208 by whoever counts empty steps.
         if not now or not any(norm is not None for norm in seen.grad_norms.values()):
             return
-        held = self._watch.held_by(index)
-        if all(name in self._watch.extra for name in now) and not any(name in held for name in seen.grad_norms):
-            yield self._foreign(index, now, seen)
-        else:
-            yield self._finding(index, now, seen, self._first, Severity.WARNING)
+        yield self._finding(index, now, seen, self._first, Severity.WARNING)
 
     def _conditional(self, name: str) -> bool:
         """Whether the module was left out of the calls by choice: it did not run, one beside it in a list did."""
@@ -102,8 +100,6 @@ class MissingGradients:
         return False
 
     def _kind(self, name: str, gradient_paths: set[str]) -> str:
-        if name in self._watch.extra:
-            return "other_tensors"
         path = self._watch.owner_of(name)[0]
         if path not in self._calls.reach:
             return "unknown"
@@ -149,18 +145,6 @@ class MissingGradients:
         if after is None:
             return ""
         return f" The last of them to be called is `{order[-1]}`; the next module that got a gradient is `{after}`."
-
-    def _foreign(self, index: int, names: list[str], seen: Observation) -> Finding:
-        return finding(
-            "GG208",
-            f"None of the {len(names)} parameters that optimizer {index} holds got a gradient in the first "
-            f"{self._first} steps, while {len(seen.grad_norms)} parameters of the model did: {shown(seen.grad_norms)}.",
-            likely=["other_tensors"],
-            step=seen.step,
-            moment=Moment.BEFORE_STEP,
-            cause_id=f"optimizer {index}",
-            evidence={"parameters": names[:_LISTED], "with_gradient": list(seen.grad_norms)[:_LISTED]},
-        )
 
 
 def _example(kinds: dict[str, str], kind: str) -> str:

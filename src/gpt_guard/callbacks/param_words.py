@@ -100,9 +100,10 @@ def judge_confirmed(
     """
     converged = {name for name, verdict in verdicts.items() if name in moved and facts.rounds_away(name, verdict)}
     if idle and not any(verdict.changed for verdict in verdicts.values()):
-        cleared = not any(verdict.with_grad for verdict in verdicts.values())
-        if cleared or len(converged) < len(verdicts):
-            yield _nothing_moved(facts, verdicts, cleared=cleared, scaling=scaling), list(verdicts)
+        # Without a gradient at the step there is nothing to move by: GradNormMonitor's GG208 says so.
+        applied = any(verdict.with_grad for verdict in verdicts.values())
+        if applied and len(converged) < len(verdicts):
+            yield _nothing_moved(facts, verdicts, scaling=scaling), list(verdicts)
         return
     moving = {name: v for name, v in verdicts.items() if v.with_grad and name not in converged}
     rounded = [
@@ -117,7 +118,7 @@ def judge_confirmed(
         yield _never_moves(facts, still, moving), still
 
 
-def _nothing_moved(facts: Facts, verdicts: Mapping[str, Verdict], *, cleared: bool, scaling: bool) -> Finding:
+def _nothing_moved(facts: Facts, verdicts: Mapping[str, Verdict], *, scaling: bool) -> Finding:
     names = list(verdicts)
     compared = sum(verdict.compared for verdict in verdicts.values())
     rounded = all(facts.rounds_away(name, verdict) for name, verdict in verdicts.items())
@@ -125,9 +126,8 @@ def _nothing_moved(facts: Facts, verdicts: Mapping[str, Verdict], *, cleared: bo
     likely = [
         key
         for key, holds in (
-            ("cleared", cleared),
-            ("rounding_half", half and not cleared),
-            ("lr_too_small", rounded and not half and not cleared),
+            ("rounding_half", half),
+            ("lr_too_small", rounded and not half),
             ("found_inf", scaling),
         )
         if holds
@@ -137,8 +137,7 @@ def _nothing_moved(facts: Facts, verdicts: Mapping[str, Verdict], *, cleared: bo
         "GG301",
         f"step() of {type(facts.optimizer).__name__} changed none of {compared:,} compared elements in "
         f"{len(names)} parameters ({listed(names, 3)}), nor did the steps before it, at lr {learning_rates(seen.lr)} "
-        f"and a grad norm of {number(seen.grad_norm)} after backward()."
-        + (" When step() ran, all gradients were zero or None." if cleared else ""),
+        f"and a grad norm of {number(seen.grad_norm)} after backward().",
         names,
         likely,
     )

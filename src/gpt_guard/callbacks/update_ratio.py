@@ -15,14 +15,18 @@ from gpt_guard.render import learning_rates
 _RECENT = 3
 # A handful of weights passes through zero as a whole, and then any step is large in relation.
 _FEW = 64
+# Adam at lr 1e-2 on weights of std 0.02 takes such steps and learns; the loss tells it from lr 0.1, which climbs.
+_SUSPECT = 0.25
+_RISEN = 1.1
 
 
 class RatioWatch:
     """Two bounds on the ratio over all matrices of one optimizer; each is reported once.
 
-    Too high is the geometric mean of three steps: one large step is common, three in a row replace the weights. Too
-    low is a median over `window` steps at the peak of the learning rate, and only if no step was ever much above it:
-    a run that has converged also takes tiny steps.
+    Too high is the geometric mean of three steps: one large step is common, three in a row replace the weights. A
+    quarter of that bound is enough where the loss has risen by a tenth over the first one as well. Too low is a median
+    over `window` steps at the peak of the learning rate, and only if no step was ever much above it: a run that has
+    converged also takes tiny steps.
     """
 
     def __init__(self, high: float, low: float, window: int) -> None:
@@ -32,6 +36,7 @@ class RatioWatch:
         self._lr: deque[float] = deque(maxlen=window)
         self._lr_peak = 0.0
         self._largest = 0.0
+        self._first_loss: float | None = None
         self.said: set[str] = set()
 
     def judge(self, seen: Observation, weights: int) -> Iterable[Finding]:
@@ -40,11 +45,12 @@ class RatioWatch:
         if ratio is None or not math.isfinite(ratio) or not seen.lr or not seen.grad_norm:
             return ()
         lr = max(seen.lr)
+        self._first_loss = seen.loss if self._first_loss is None else self._first_loss
         self._window.append(ratio)
         self._lr.append(lr)
         self._lr_peak = max(self._lr_peak, lr)
         self._largest = max(self._largest, ratio)
-        if self._largest > self._high and weights >= _FEW:
+        if self._largest > self._high * _SUSPECT and weights >= _FEW:
             return self._judge_high(seen)
         return self._judge_low(seen, lr) if ratio < self._low else ()
 
@@ -53,16 +59,18 @@ class RatioWatch:
             return
         recent = list(self._window)[-_RECENT:]
         mean = math.prod(recent) ** (1 / _RECENT)
-        if mean > self._high:
+        risen = seen.loss is not None and self._first_loss is not None and seen.loss > _RISEN * self._first_loss > 0.0
+        if mean > self._high or (risen and mean > self._high * _SUSPECT):
             self.said.add("GG308")
             yield finding(
                 "GG308",
                 f"The last {_RECENT} steps changed the weight matrices by {', '.join(f'{r:.3g}' for r in recent)} "
                 f"times their own norm (geometric mean {mean:.3g}, bound {self._high:g}) at lr "
-                f"{learning_rates(seen.lr)}.",
+                f"{learning_rates(seen.lr)}"
+                + (f", and the loss rose from {self._first_loss:.4g} to {seen.loss:.4g}." if risen else "."),
                 step=seen.step,
                 moment=seen.moment,
-                evidence={"ratio": mean, "bound": self._high, "lr": list(seen.lr)},
+                evidence={"ratio": mean, "bound": self._high, "lr": list(seen.lr), "loss": seen.loss},
             )
 
     def _judge_low(self, seen: Observation, lr: float) -> Iterable[Finding]:
@@ -90,6 +98,7 @@ class RatioWatch:
             "lr": list(self._lr),
             "lr_peak": self._lr_peak,
             "largest": self._largest,
+            "first_loss": self._first_loss,
             "said": sorted(self.said),
         }
 
@@ -98,4 +107,5 @@ class RatioWatch:
         self._window.extend(state["window"])
         self._lr.extend(state["lr"])
         self._lr_peak, self._largest = float(state["lr_peak"]), float(state["largest"])
+        self._first_loss = state["first_loss"]
         self.said = set(state["said"])

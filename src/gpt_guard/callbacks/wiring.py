@@ -197,6 +197,8 @@ class Wiring:
         idle = [names[id_] for id_ in foreign if str(id_) not in self._got_grad]
         active = [names[id_] for id_ in foreign if str(id_) in self._got_grad]
         trained = any(parameter.grad is not None for parameter in model.values())
+        # What took their place has been named then, and this is the other half of the same trouble.
+        told = any(said.startswith("GG302 ") for said in self._said)
         for kind, found in (("idle", idle if trained else []), ("active", active)):
             if not found or f"GG307 {kind}" in self._said:
                 continue
@@ -205,7 +207,7 @@ class Wiring:
             yield finding(
                 "GG307",
                 f"The optimizer holds {len(found)} tensors that are not the model's ({listed(found, 3)}). They {what}.",
-                severity=Severity.WARNING if kind == "idle" else Severity.INFO,
+                severity=Severity.WARNING if kind == "idle" and not told else Severity.INFO,
                 likely=["rebuilt" if kind == "idle" else "own_parameters"],
                 step=watch.step,
                 moment=Moment.AFTER_STEP,

@@ -33,6 +33,12 @@ class Coverage:
     strange: dict[str, Tensor]
     twice: list[str]
     ties: list[list[str]]
+    trainable: set[int]
+
+    @property
+    def trained(self) -> bool:
+        """Whether the optimizer holds anything of the model that is trainable."""
+        return any(key in self.held for key in self.trainable)
 
     @property
     def shared(self) -> int:
@@ -58,6 +64,7 @@ def cover(model: nn.Module, optimizer: Optimizer, reached: Iterable[Tensor] = ()
         strange=strange,
         twice=[names[key] for key, count in held.items() if count > 1 and key in names],
         ties=_ties(model),
+        trainable={id(parameter) for parameter in trainable(model).values()},
     )
 
 
@@ -121,9 +128,9 @@ def _strange(model: nn.Module, covered: Coverage) -> Finding:
     likely = ["rebuilt", "wrapped"] if alike == len(covered.strange) else ["own_parameters", "rebuilt"]
     total, shared = sum(covered.held.values()), covered.shared
     seen = (
-        f"{len(covered.strange)} of {total} tensors in the optimizer are no parameters of this model, and its loss does "
-        f"not reach them: {listed(list(covered.strange))}. {alike} of them have the shape of one of its parameters; "
-        f"{shared} parameters are held."
+        f"{len(covered.strange)} of {total} tensors in the optimizer are no parameters of this model, and its loss "
+        f"does not reach them: {listed(list(covered.strange))}. {alike} of them have the shape of one of its "
+        f"parameters; {shared} parameters are held."
     )
     return finding(
         "GG307", seen, likely=likely, severity=Severity.ERROR, evidence={"tensors": list(covered.strange)[:_LISTED]}

@@ -108,9 +108,7 @@ def _chosen_by_name(model: nn.Module, found: Search, path: str) -> bool:
     return False
 
 
-def _missing(
-    model: nn.Module, found: Search, names: list[str], kinds: dict[str, str], severity: Severity
-) -> Finding:
+def _missing(model: nn.Module, found: Search, names: list[str], kinds: dict[str, str], severity: Severity) -> Finding:
     counts = Counter(kinds[name] for name in names)
     total = len(found.first.norms)
     sentences = []
@@ -142,7 +140,9 @@ def _cuts(model: nn.Module, found: Search, names: list[str]) -> str:
         if path in cut:
             places[_next_alive(model, found, path)] = path  # the last one before each module that is alive
     said = [
-        f"between `{before or 'the model itself'}` and `{after}`" if after else f"after `{before or 'the model itself'}`"
+        f"between `{before or 'the model itself'}` and `{after}`"
+        if after
+        else f"after `{before or 'the model itself'}`"
         for after, before in places.items()
     ]
     return f" The graph ends {', '.join(said[:3])}{', ...' if len(said) > 3 else ''}." if said else ""

@@ -49,7 +49,7 @@ def diagnose(
     """
     model = unwrap(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        return Diagnosis(graph=[_frozen(model)])
+        return Diagnosis(graph=[frozen_finding(model)])
     found = search(model, task, vocab_size)
     first = found.first
     diagnosis = Diagnosis(found, hidden=list(_hidden(model, task, first, optimizer)))
@@ -68,7 +68,8 @@ def diagnose(
     return diagnosis
 
 
-def _frozen(model: nn.Module) -> Finding:
+def frozen_finding(model: nn.Module) -> Finding:
+    """GG310 for a model in which nothing is trainable."""
     count = sum(1 for _ in model.parameters())
     if count == 0:
         return finding("GG310", "The model has no parameters at all.", severity=Severity.ERROR)
@@ -108,8 +109,9 @@ def _hidden(model: nn.Module, task: Task, first: Pass, optimizer: Optimizer | No
         size = sum(tensor.numel() for tensor in hidden.tensors)
         yield finding(
             "GG303",
-            f"The loss depends on {len(hidden.tensors)} trainable tensors ({hidden.shapes}; {size:,} elements) that are "
-            f"not in model.parameters(). They are in attribute `{hidden.name}` ({hidden.kind}) of {hidden.module_class}.",
+            f"The loss depends on {len(hidden.tensors)} trainable tensors ({hidden.shapes}; {size:,} elements) that "
+            f"are not in model.parameters(). They are in attribute `{hidden.name}` ({hidden.kind}) of "
+            f"{hidden.module_class}.",
             likely=["plain_tensor"] if "tensor" in hidden.kind or "Parameter" in hidden.kind else [],
             module=hidden.path,
             module_class=hidden.module_class,

@@ -91,7 +91,7 @@ def _descend(model: nn.Module) -> None:
     """Move each element by the sign of its gradient, which is Adam's first step; works for any layout and dtype."""
     for parameter in trainable(model).values():
         if parameter.grad is not None:
-            parameter -= _STEP * parameter.grad.to_dense().sign()
+            parameter.sub_(_STEP * parameter.grad.to_dense().sign())
 
 
 @torch.no_grad()
@@ -101,7 +101,7 @@ def _shake(model: nn.Module, reached: set[str]) -> None:
         if name in reached and parameter.is_floating_point():
             wide = parameter.detach().float()
             scale = float(wide.std()) if wide.numel() > 1 else 0.0
-            parameter += torch.randn_like(wide).to(parameter.dtype) * (scale or 0.02)
+            parameter.add_(torch.randn_like(wide).to(parameter.dtype) * (scale or 0.02))
 
 
 def _other(x: Tensor, vocab_size: int | None) -> Tensor:

@@ -71,7 +71,9 @@ class GradientsStage(Stage):
         present = [norm for norm in first.norms.values() if norm is not None]
         measured = number(first.norm)
         if diagnosis.nonfinite:
-            bad = f"{measured} at a loss of {number(first.loss)}, {len(first.nonfinite)} of {len(first.norms)} not finite"
+            bad = (
+                f"{measured} at a loss of {number(first.loss)}, {len(first.nonfinite)} of {len(first.norms)} not finite"
+            )
             return self.failed(title, bad, "finite", diagnosis.nonfinite, grad_norm=first.norm)
         if not any(present):
             return self.passed(title, measured, "finite", grad_norm=first.norm)
@@ -89,7 +91,9 @@ class GradientsStage(Stage):
         late = [name for name in found.late if first.norms[name] == 0.0]
         measured = f"{len(dict.fromkeys(zero))} of {with_gradient}"
         if late:
-            measured += f"; {len(late)} were zero at first, as zero-initialised factors make them ({listed(late, _NAMES)})"
+            measured += (
+                f"; {len(late)} were zero at first, as zero-initialised factors make them ({listed(late, _NAMES)})"
+            )
         if notes:
             measured += f"; {len(found.zero) - len(set(zero))} biases that cancel out"
         title, expected = "parameters whose gradient stays exactly zero", "0"

@@ -21,7 +21,7 @@ class Invisible(NamedTuple):
     cause: str | None
 
     def __str__(self) -> str:
-        return f"{ascii(self.char)} {self.name} (id {self.id})"
+        return f"{self.char!a} {self.name} (id {self.id})"
 
 
 def invisible(tokens: Iterable[str]) -> list[Invisible]:

@@ -62,21 +62,19 @@ def change_suffix(forward: Forward, x: Tensor, vocab: int, seed: int, avoid: int
     return worst
 
 
-def leak_offsets(forward: Forward, x: Tensor, vocab: int, seed: int) -> dict[int, float]:
-    """How far ahead a position sees: the largest change by distance, one token changed at a time."""
+def leak_pairs(forward: Forward, x: Tensor, vocab: int, seed: int) -> dict[tuple[int, int], float]:
+    """Which position reads which later one, and by how much its logits change: one token is changed at a time."""
     generator = torch.Generator().manual_seed(seed)
     before = forward(x)
     allowed = rounding(before)
-    found: dict[int, float] = {}
+    found: dict[tuple[int, int], float] = {}
     length = x.size(1)
-    for position in range(1, length, max(1, length // _OFFSETS_FROM)):
+    for source in range(1, length, max(1, length // _OFFSETS_FROM)):
         changed = x.clone()
-        changed[:, position] = other_ids(x[:, position], vocab, generator)
-        apart = difference(before[:, :position], forward(changed)[:, :position]).amax((0, 2))
-        for reader, change in enumerate(apart.tolist()):
-            if change > allowed:
-                found[position - reader] = max(change, found.get(position - reader, 0.0))
-    return dict(sorted(found.items()))
+        changed[:, source] = other_ids(x[:, source], vocab, generator)
+        apart = difference(before[:, :source], forward(changed)[:, :source]).amax((0, 2))
+        found |= {(reader, source): change for reader, change in enumerate(apart.tolist()) if change > allowed}
+    return found
 
 
 def leaking_module(model: nn.Module, forward: Forward, found: Suffix) -> Blame | None:
@@ -164,8 +162,8 @@ class _Embedded:
             return None
         leaf = output.detach().requires_grad_()
         self.leaves.append(leaf)
-        # A view is no leaf: code that writes into its embedding in place (`x += positions`) may go on doing so.
-        return leaf.view_as(leaf).clone()
+        # A copy is no leaf: code that writes into its embedding in place (`x += positions`) may go on doing so.
+        return leaf.clone()
 
     def _is_ids(self, ids: Tensor) -> bool:
         return ids.shape == self._x.shape and bool((ids == self._x).all())

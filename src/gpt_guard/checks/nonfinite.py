@@ -21,7 +21,9 @@ from gpt_guard.render import number
 def nonfinite_finding(model: nn.Module, task: Task, first: Pass) -> Finding:
     """The one finding that says where a non-finite loss or gradient comes from. Runs the forward once more; reads."""
     if (bad := bad_parameter(model)) is not None:
-        return finding("GG105", f"Parameter `{bad}` holds NaN or infinity.", parameter=bad, module=bad.rpartition(".")[0])
+        return finding(
+            "GG105", f"Parameter `{bad}` holds NaN or infinity.", parameter=bad, module=bad.rpartition(".")[0]
+        )
     if math.isfinite(first.loss):
         name = _first_backward(model, task, first.nonfinite)
         seen = f"The loss is {number(first.loss)}, and the gradient of {len(first.nonfinite)} of {len(first.norms)} "
@@ -30,7 +32,9 @@ def nonfinite_finding(model: nn.Module, task: Task, first: Pass) -> Finding:
         task.loss(model)
     if bad_outputs:
         path = bad_outputs[0]
-        seen = f"The loss is {number(first.loss)}; the first module that returned NaN or +inf is `{path or 'the model'}`."
+        seen = (
+            f"The loss is {number(first.loss)}; the first module that returned NaN or +inf is `{path or 'the model'}`."
+        )
         return finding("GG101", seen, module=path, module_class=type(model.get_submodule(path)).__name__)
     ignored = (task.y == task.ignore_index).all()
     likely = ["all_labels_ignored"] if ignored else []

@@ -13,6 +13,8 @@ from gpt_guard.records import Finding, Severity
 
 RARE = ("\U00013000", "\ua66e", "\u058d")
 """Letters and signs that hardly a vocabulary has, and that no normalisation removes: one is put to the tokenizer."""
+UNKNOWN = ("<unk>", "[UNK]", "<|unk|>", "\u2047", "\ufffd")
+"""How tokenizers write what they do not know; the sign is sentencepiece's."""
 MAX_UTF8 = 4
 """Bytes of the longest character in UTF-8."""
 _CONTEXT = 20
@@ -28,15 +30,15 @@ class Unknown(NamedTuple):
 def roundtrip(tokenizer: Tokenizer, text: str, what: str) -> Finding | None:
     """GG621 where `decode(encode(text))` is not `text`, or raises; None where it is.
 
-    What a tokenizer of a known library documents (case, accents, blanks) is only severity info. Whatever a character
-    list does not have must be left out of `text` beforehand: that KeyError is right.
+    What a tokenizer of a known library documents (case, accents, blanks) is only severity info. An exception counts:
+    leave out of `text` what the vocabulary does not have, since that KeyError is right.
     """
     try:
         ids = tokenizer.encode(text)
         back = tokenizer.decode(ids)
     except Exception as error:  # the user's own code may raise anything
         doing = f"{type(error).__name__}: {str(error)[:200]}"
-        seen = f"{what}: {doing}, for text that the vocabulary itself contains"
+        seen = f"{what} cannot be encoded and decoded: {doing}"
         return finding("GG621", seen, likely=["raised", "tables"], evidence={"exception": doing, "sample": text[:200]})
     if back == text:
         return None
@@ -47,7 +49,7 @@ def roundtrip(tokenizer: Tokenizer, text: str, what: str) -> Finding | None:
         f"{what}: {len(text)} characters became {len(back)}; they part at character {at}: {before!r} became {after!r}"
     )
     kind = _change(text, back)
-    quiet = from_library(tokenizer) and kind in ("normalised", "joined")
+    quiet = from_library(tokenizer) and (kind in ("normalised", "joined") or _has_unknown(text, back))
     return finding(
         "GG621",
         seen,
@@ -58,10 +60,19 @@ def roundtrip(tokenizer: Tokenizer, text: str, what: str) -> Finding | None:
 
 
 def decode_part(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """Text of a stretch of ids. One cut in the middle of a character of several bytes is shortened to its borders.
+    """Text of a stretch of ids, shortened to whole characters and, where tokens are longer than those, to whole words.
 
     Raises what `decode` raises.
     """
+    text = _decode_cut(tokenizer, ids)
+    if is_character_list(tokenizer.tokens):
+        return text
+    blanks = [index for index, char in enumerate(text) if char.isspace()]
+    # A part of a word is encoded in another way than within the whole word, if it can be encoded at all.
+    return text[blanks[0] : blanks[-1]].strip() if len(blanks) > 1 else text
+
+
+def _decode_cut(tokenizer: Tokenizer, ids: list[int]) -> str:
     for front in range(MAX_UTF8):
         for back in range(MAX_UTF8):
             try:
@@ -124,7 +135,8 @@ def unknown_character(tokenizer: Tokenizer) -> Unknown:
     bpe = from_library(tokenizer)
     likely = (["no_unknown"] if bpe else []) + (["replaced"] if left else ["dropped"])
     text = f"{known}{probe}{known}"
-    seen = f"{text!r} is encoded as {ids[:8]} and decoded as {back!r}: {probe!r} {'became another' if left else 'is gone'}"
+    lost = "became another" if left else "is gone"
+    seen = f"{text!r} is encoded as {ids[:8]} and decoded as {back!r}: {probe!r} {lost}"
     evidence: dict[str, Any] = {"text": text, "ids": ids[:8], "decoded": back}
     return Unknown(
         f"{probe!r} {f'becomes {left!r}' if left else 'is dropped'}",
@@ -143,13 +155,12 @@ def _change(text: str, back: str) -> str:
     if len(text) == len(back):
         differing = {b for a, b in zip(text, back, strict=True) if a != b}
         return "replaced" if len(differing) == 1 else "tables"
-    return "dropped" if _is_subsequence(back, text) else "replaced" if _few_strange(text, back) else "tables"
+    return "dropped" if _is_subsequence(back, text) else "replaced" if _has_unknown(text, back) else "tables"
 
 
-def _few_strange(text: str, back: str) -> bool:
-    """True where `back` is the text, but for one string that `text` does not have, such as `<unk>`."""
-    strange = [part for part in ("<unk>", "[UNK]", "\u2047", "\ufffd") if part in back and part not in text]
-    return any(_is_subsequence(_without_blanks(back.replace(part, "")), _without_blanks(text)) for part in strange)
+def _has_unknown(text: str, back: str) -> bool:
+    """True where `back` is the text, but for a token for what is unknown."""
+    return any(_is_subsequence(_soft(back.replace(sign, "")), _soft(text)) for sign in UNKNOWN if sign in back)
 
 
 def _is_subsequence(short: Sequence[str], long: Sequence[str]) -> bool:

@@ -19,6 +19,8 @@ NAMES = {
 """How public tokenizers name the two."""
 _SPECIAL = re.compile(r"(^|_)(eos|bos|eot|pad|padding|sep|cls|mask|endoftext|end_of_text)(_|$)")
 """How tokenizers of one's own call the attributes that hold such an id."""
+RESERVED = 4
+"""Rows that a loop may add to the model itself: padding, beginning and end of text, unknown."""
 LIBRARIES = ("tokenizers", "transformers", "sentencepiece", "tiktoken")
 """Packages whose tokenizers say in their own documentation what they normalise."""
 
@@ -103,13 +105,14 @@ def model_rows(subject: Subject) -> tuple[int, str] | None:
 def _candidates(subject: Subject, kind: Literal["eos", "pad"]) -> Iterable[SpecialId]:
     name = f"{kind}_token_id"
     if subject.tokenizer is not None:
-        yield from (SpecialId(i, f"the tokenizer's {name}", True) for i in _ids(getattr(subject.tokenizer.raw, name, None)))
+        told = _ids(getattr(subject.tokenizer.raw, name, None))
+        yield from (SpecialId(index, f"the tokenizer's {name}", True) for index in told)
         for token in NAMES[kind]:
             if token in subject.tokenizer.tokens:
                 yield SpecialId(subject.tokenizer.tokens.index(token), f"the token {token}", True)
     config = subject.config
-    told = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-    yield from (SpecialId(index, f"config.{name}", False) for index in _ids(told))
+    value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    yield from (SpecialId(index, f"config.{name}", False) for index in _ids(value))
     table = token_embedding(subject.model)
     if kind == "pad" and table is not None and table[1].padding_idx is not None:
         yield SpecialId(int(table[1].padding_idx), f"padding_idx of {table[0]}", False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,8 @@ WORTH_SAYING = 0.05
 """Share of all trainable elements; the gains of normalisation layers, which start at 1, are well below it."""
 LARGEST_RATIO = 0.5
 """Change of the matrices over their norm in one step: about 1e-3 is healthy (CS231n), 0.1 happens at the start."""
+SMALLEST_RATIO = 1.2e-7
+"""The spacing of float32 beside the weights: a run of steps this small gets nowhere."""
 _LISTED = 50
 
 
@@ -81,11 +83,11 @@ class StepFindings:
             seen = f"A step changed {len(names)} parameters with requires_grad=False: {listed(names)}."
             yield self._build("GG306", seen, names, ["own_update"])
 
-    def oversized(self) -> Finding | None:
-        """GG321 where the first step changes the matrices by too much."""
+    def size(self) -> Finding | None:
+        """GG321 where a first step changes the matrices by too much, GG309 where they get lost in float32's noise."""
         ratio = self.steps.matrix_ratio
         if ratio <= LARGEST_RATIO:
-            return None
+            return self._undersized()
         rate = max((each for each in self.lr.values() if each is not None), default=None)
         decay = max((float(group.get("weight_decay") or 0) for group in self.optimizer.param_groups), default=0.0)
         name = type(self.optimizer).__name__
@@ -93,10 +95,22 @@ class StepFindings:
         plain = name == "SGD"
         likely = ["decay"] if rate and rate * decay > LARGEST_RATIO else ["sgd_scale", "lr_too_high"] if plain else []
         seen = (
-            f"The first step of {name} at lr {learning_rate(rate)} changes the weight matrices by {number(ratio)} of "
-            f"their norm, no element by more than {number(self.steps.largest)}."
+            f"A step of {name} at lr {learning_rate(rate)} from a fresh state changes the weight matrices by "
+            f"{number(ratio)} of their norm, single elements by up to {number(self.steps.largest)}."
         )
         return finding("GG321", seen, likely=likely, evidence={"ratio": ratio, "lr": rate})
+
+    def _undersized(self) -> Finding | None:
+        """Not for SGD, whose steps follow the gradient down to nothing on a batch that is known by heart."""
+        small = 0.0 < self.steps.ratio <= SMALLEST_RATIO
+        if not small or type(self.optimizer).__name__ == "SGD":
+            return None
+        rate = max((each for each in self.lr.values() if each is not None), default=None)
+        seen = (
+            f"The first step of {type(self.optimizer).__name__} at lr {learning_rate(rate)} changes the weights by "
+            f"{number(self.steps.ratio)} of their norm."
+        )
+        return finding("GG309", seen, likely=["lr_too_small"], severity=Severity.ERROR, evidence={"lr": rate})
 
     def _nothing(self, names: list[str], swallowed: list[str]) -> Finding:
         replaced = "step" in vars(self.optimizer) and not hasattr(self.optimizer.step, "_wrapped_by_lr_sched")
@@ -105,10 +119,10 @@ class StepFindings:
         likely = ["rounding_half" if half else "lr_too_small"] if rounds else ["step_replaced", "restored"]
         likely = ["step_replaced", *likely] if replaced else likely
         seen = (
-            f"step() of {type(self.optimizer).__name__}, from a fresh state, changed none of {len(names)} parameters that "
-            f"have a gradient: {listed(names)}; lr {learning_rate(self.lr[id(self.parameters[names[0]])])}."
+            f"step() of {type(self.optimizer).__name__}, from a fresh state, changed none of {len(names)} parameters "
+            f"that have a gradient: {listed(names)}; lr {learning_rate(self.lr[id(self.parameters[names[0]])])}."
         )
-        return self._build("GG301", seen, names, dict.fromkeys(likely))
+        return self._build("GG301", seen, names, likely)
 
     def _never(self, names: list[str]) -> str:
         rate = learning_rate(self.lr[id(self.parameters[names[0]])])
@@ -121,9 +135,9 @@ class StepFindings:
         share = self.steps.kept.get(names[0], 1.0)
         rate = self.lr[id(first)]
         seen = (
-            f"Rounding swallows the update of {len(names)} parameters, {self._share(names):.0%} of all trainable elements: "
-            f"{listed(names)}. In `{names[0]}` ({dtype}) {share:.1%} of the elements with a gradient keep their value: "
-            f"at a size of {number(_size(first))} a change must exceed {number(_spacing(first))}, lr is "
+            f"Rounding swallows the update of {len(names)} parameters, {self._share(names):.0%} of what is "
+            f"trainable: {listed(names)}. In `{names[0]}` ({dtype}) {share:.1%} of the elements with a gradient "
+            f"keep their value: at a size of {number(_size(first))} a change must exceed {number(_spacing(first))}, lr is "
             f"{learning_rate(rate)}."
         )
         return self._build("GG305", seen, names, ["lr_below_spacing"])
@@ -137,11 +151,16 @@ class StepFindings:
         return sum(self.parameters[name].numel() for name in names) / max(1, total)
 
     def _rounds_away(self, name: str) -> bool:
-        """Whether an update of about lr, as Adam makes it, is below what the dtype can hold at this size."""
-        rate, tensor = self.lr[id(self.parameters[name])], self.parameters[name]
-        return rate is not None and tensor.is_floating_point() and rate < _spacing(tensor)
+        """Whether an update is below what the dtype can hold at this size: about lr, for SGD lr times the gradient."""
+        tensor = self.parameters[name]
+        rate = self.lr[id(tensor)]
+        if rate is None or not tensor.is_floating_point():
+            return False
+        if not self.optimizer.state.get(tensor) or type(self.optimizer).__name__ == "SGD":
+            rate *= _size(tensor.grad.to_dense()) if tensor.grad is not None else 0.0
+        return rate < _spacing(tensor)
 
-    def _build(self, code: str, seen: str, names: Sequence[str], likely: Iterator[str] | Sequence[str] | dict[str, None]) -> Finding:
+    def _build(self, code: str, seen: str, names: Sequence[str], likely: Iterable[str]) -> Finding:
         path = common_path(names)
         return finding(
             code,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,6 +24,8 @@ _HALF_BYTES = 2
 class Steps:
     """What the steps did. `ratio` and `largest` are of the first step: the change over the weights, and its maximum.
 
+    `matrix_ratio` is the same ratio over the matrices alone. It is that of the second step for RMSprop, whose average
+    starts at 0, so that its first step is ten times too long; and 0 for a step that searches along a line.
     `kept` is, for half-precision parameters, the smallest share of the elements with a gradient that kept their value.
     """
 
@@ -55,12 +56,14 @@ def take_steps(model: nn.Module, optimizer: Optimizer, task: Task, count: int = 
         found = _step(model, optimizer, task, result)
         if found is None:
             return result
-        _compare(model, before, found, result, first=index == 0)
+        _compare(model, before, found, result, index, long_start=type(optimizer).__name__ == "RMSprop")
         if (bad := bad_parameter(model)) is not None:
             result.broken = bad
             return result
-        if result.moved >= everything.keys():
+        if result.moved >= everything.keys() and index > 0:
             break
+    if _needs_closure(optimizer):
+        result.matrix_ratio = 0.0
     return result
 
 
@@ -99,21 +102,21 @@ def _step(model: nn.Module, optimizer: Optimizer, task: Task, result: Steps) -> 
 
 
 def _call(optimizer: Optimizer, closure: Callable[[], Tensor]) -> None:
-    needs = inspect.signature(optimizer.step).parameters.get("closure")
+    args = (closure,) if _needs_closure(optimizer) else ()
     step: Callable[..., Any] = optimizer.step
-    args = (closure,) if needs is not None and needs.default is inspect.Parameter.empty else ()
-    saved = {id(p): copy.copy(p.grad) for group in optimizer.param_groups for p in group["params"]}
     try:
         step(*args)
     except KeyError:
-        if optimizer.state:
+        if any(optimizer.state.values()):
             raise
         # Some (Adagrad, Rprop) make their state when they are built, and miss it now.
         rebuild_state(optimizer)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = saved[id(parameter)]
         step(*args)
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    needs = inspect.signature(optimizer.step).parameters.get("closure")
+    return needs is not None and needs.default is inspect.Parameter.empty
 
 
 def rebuild_state(optimizer: Optimizer) -> None:
@@ -126,9 +129,15 @@ def rebuild_state(optimizer: Optimizer) -> None:
 
 @torch.no_grad()
 def _compare(
-    model: nn.Module, before: dict[str, Tensor], norms: dict[str, float | None], result: Steps, *, first: bool
+    model: nn.Module,
+    before: dict[str, Tensor],
+    norms: dict[str, float | None],
+    result: Steps,
+    index: int,
+    *,
+    long_start: bool,
 ) -> None:
-    sums = [0.0, 0.0, 0.0, 0.0]
+    squares = {"all": [0.0, 0.0], "matrices": [0.0, 0.0]}
     for name, parameter in model.named_parameters():
         old, changed = before[name], parameter != before[name]
         if bool(changed.any()):
@@ -139,18 +148,19 @@ def _compare(
         if norms.get(name):
             result.with_gradient.add(name)
             _rounding(name, parameter, changed, result)
-        if first and parameter.is_floating_point() and parameter.requires_grad:
+        if index < 2 and parameter.is_floating_point() and parameter.requires_grad and parameter.numel():
             delta, weight = parameter.double() - old.double(), old.double()
-            matrix = parameter.dim() >= 2
-            squares = float(delta.square().sum()), float(weight.square().sum())
-            result.largest = max(result.largest, float(delta.abs().max()) if delta.numel() else 0.0)
-            for place, square in enumerate(squares):
-                sums[place] += square
-                sums[place + 2] += square if matrix else 0.0
+            for kind in ("all", "matrices") if parameter.dim() >= 2 else ("all",):
+                squares[kind][0] += float(delta.square().sum())
+                squares[kind][1] += float(weight.square().sum())
+            if index == 0:
+                result.largest = max(result.largest, float(delta.abs().max()))
         before[name].copy_(parameter)
-    if first:
-        result.ratio = (sums[0] / sums[1]) ** 0.5 if sums[1] else 0.0
-        result.matrix_ratio = (sums[2] / sums[3]) ** 0.5 if sums[3] else 0.0
+    if index < 2:
+        ratios = {kind: (change / weights) ** 0.5 if weights else 0.0 for kind, (change, weights) in squares.items()}
+        result.ratio = ratios["all"] if index == 0 else result.ratio
+        if index == 0 or long_start:
+            result.matrix_ratio = ratios["matrices"]
 
 
 def _rounding(name: str, parameter: Tensor, changed: Tensor, result: Steps) -> None:

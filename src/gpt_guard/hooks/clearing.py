@@ -25,7 +25,9 @@ class Clearing:
 
     def backward_begins(self, state: State) -> None:
         """Compare the gradients with how the last step or backward left them."""
-        if self._left is not None and self._own(state) != self._left:
+        own = self._own(state)
+        # Gradients that a step inside the last backward has used and freed are gone on both sides.
+        if self._left is not None and (own != self._left or all(version < 0 for _, version in own)):
             self._cleared = True
 
     def backward_ended(self, state: State) -> None:

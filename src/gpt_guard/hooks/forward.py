@@ -65,6 +65,8 @@ class ForwardTap:
         self.calls = 0
         self.last: Callable[[], Any] = _nothing
         self.last_version = 0
+        # Replaced by a caller that switches off a guard which fails.
+        self.listen: Callable[..., None] = _call
         self._suspect: Suspect | None = None
         self._listener: ForwardListener | None = None
         self._handles: list[Any] = []
@@ -161,7 +163,7 @@ class ForwardTap:
     def suspect(self, index: int, position: str, tensor: Tensor, *, entering: bool = False) -> None:
         """Hand a tensor that failed the cheap test to the guard that asked for it."""
         if self._suspect is not None:
-            self._suspect(index, position, tensor, entering)
+            self.listen(self._suspect, index, position, tensor, entering)
 
     def cannot_test(self, index: int, why: str) -> None:
         """A tensor of a kind that has no sum, or a transform such as vmap, in which no value can be read."""
@@ -198,3 +200,7 @@ def _runs_own_code(module: nn.Module) -> bool:
 
 def _nothing() -> None:
     return None
+
+
+def _call(listener: Callable[..., None], *args: Any) -> None:
+    listener(*args)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpt_guard.hooks.tensors import readable
 
-# Two norms of the same half-precision gradient agree to float32 rounding.
+# Two norms of the same gradient agree to float32 rounding.
 _SAME = 1e-5
+_FEW = 3
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -35,6 +36,8 @@ class Gradients:
         self.names = list(parameters)
         self.parameters = list(parameters.values())
         self._mark: list[tuple[int, int]] = []
+        self._ordinary = _ordinary(self.parameters)
+        self._spread = list(range(0, len(self.parameters), max(1, len(self.parameters) // _FEW)))
 
     def current(self) -> list[Tensor | None]:
         """The gradients now, None where there is none."""
@@ -56,51 +59,83 @@ class Gradients:
         return self._mark
 
     def touched(self) -> bool:
-        """Whether any gradient has been replaced or written since `mark`."""
-        return _state(self.parameters) != self._mark
+        """Whether any gradient was replaced or written since it was last remembered; remembers all as they are now."""
+        before, self._mark = self._mark, _state(self.parameters)
+        return before != self._mark
 
-    def altered(self, measured: GradNorms, unit: Tensor | float | None, *, immediate: bool) -> bool:
-        """Whether gradients may differ from when they were measured, also by a write that no counter shows.
+    def applied(self, measured: GradNorms, unit: Tensor | float | None, *, immediate: bool) -> GradNorms | None:
+        """Norms just before a step, given those after the backward; None if the gradients are still the same.
 
-        `grad.data.clamp_()` and a GradScaler's `unscale_()` leave the version counter as it is. Where reading is free,
-        the gradient with the largest norm stands for all: what leaves that one alone changes the total little. On an
-        accelerator the answer is yes: to measure again costs it less than a read would.
+        A version counter tells most writes, but not all: `grad.data.clamp_()` and a GradScaler's `unscale_()` leave it
+        as it is. Where reading is free, a few gradients stand for all in the two usual cases: nobody has written to
+        any, or all were scaled down by one factor, as `clip_grad_norm_` does. Anything else is measured; so is
+        everything on an accelerator, where that costs less than a read would.
         """
-        if not immediate or self.touched():
-            return True
-        finite = [norm for norm in measured.norms if norm < math.inf]
-        if not finite:
-            return False
-        largest = max(finite)
-        grad = self._by_name[measured.names[measured.norms.index(largest)]].grad
-        plain = None if grad is None else _plain(grad)
-        if plain is None:
-            return True
-        now = fused_norms([plain]) if unit is None else fused_norms([plain]) / unit
-        return abs(float(now) - largest) > _SAME * largest
+        touched = self.touched()
+        if immediate and (factor := self._common_factor(measured, unit)) is not None:
+            if factor < 1.0 - _SAME:
+                return GradNorms(measured.names, [norm * factor for norm in measured.norms])
+            if factor < 1.0 + _SAME and not touched:
+                return None
+        return self.measure(unit, immediate=immediate)
+
+    def _common_factor(self, measured: GradNorms, unit: Tensor | float | None) -> float | None:
+        """By what the gradients of the largest norms and a few others were all multiplied; None if by no one factor."""
+        if not self._ordinary or len(measured.norms) != len(self.names):
+            return None
+        norms = measured.norms
+        places = sorted(range(len(norms)), key=norms.__getitem__)[-_FEW:] + self._spread
+        grads = [self.parameters[place].grad for place in places]
+        present = [grad for grad in grads if grad is not None]
+        if len(present) < len(places) or not all(0.0 < norms[place] < math.inf for place in places):
+            return None
+        now = stacked_norms(present) if unit is None else stacked_norms(present) / unit
+        factors = [after / norms[place] for after, place in zip(now.tolist(), places, strict=True)]
+        low, high = min(factors), max(factors)
+        return high if high - low <= _SAME * high else None
 
     def measure(self, unit: Tensor | float | None, *, immediate: bool) -> GradNorms:
-        """Norms of all gradients now, divided by a GradScaler's scale; remembers the state they were taken from.
+        """Norms of all gradients now, divided by a GradScaler's scale.
 
         Reads the device only if `immediate`. Half-precision gradients are reduced in float32, where their squares
         cannot overflow.
         """
-        self.mark()
-        values: list[Tensor] = []
-        names: list[str] = []
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            grad = parameter.grad
-            if grad is None:
-                continue
-            plain = _plain(grad)
-            if plain is not None:
-                values.append(plain)
-                names.append(name)
-        norms: Any = []
-        if values:
-            norms = fused_norms(values) if unit is None else fused_norms(values) / unit
-            norms = norms.tolist() if immediate else norms
-        return GradNorms(names, norms)
+        names, norms = self._norms()
+        if norms is None:
+            return GradNorms(names, [])
+        norms = norms if unit is None else norms / unit
+        return GradNorms(names, norms.tolist() if immediate else norms)
+
+    def _norms(self) -> tuple[list[str], Tensor | None]:
+        grads = [grad for parameter in self.parameters if (grad := parameter.grad) is not None]
+        if not grads:
+            return [], None
+        if self._ordinary:
+            try:
+                norms = stacked_norms(grads)
+            except NotImplementedError:
+                # A sparse gradient of an ordinary parameter: an embedding's. It will stay so.
+                self._ordinary = False
+            else:
+                return self.names if len(grads) == len(self.names) else self._held(), norms
+        found = {
+            name: plain for name, grad in zip(self._held(), grads, strict=True) if (plain := _plain(grad)) is not None
+        }
+        return list(found), fused_norms(list(found.values())) if found else None
+
+    def _held(self) -> list[str]:
+        return [name for name, parameter in zip(self.names, self.parameters, strict=True) if parameter.grad is not None]
+
+
+def _ordinary(parameters: Sequence[Tensor]) -> bool:
+    """Whether all are plain dense tensors of one device and one wide dtype: no gradient needs a look of its own."""
+    kinds = {(type(each), each.layout, each.dtype, each.device) for each in parameters}
+    if len({kind[2:] for kind in kinds}) != 1:
+        return False
+    return all(
+        kind in (Tensor, nn.Parameter) and layout is torch.strided and dtype in (torch.float32, torch.float64)
+        for kind, layout, dtype, _ in kinds
+    )
 
 
 def _state(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:
@@ -131,7 +166,13 @@ def fused_norms(values: list[Tensor]) -> Tensor:
     return torch.stack(norms)
 
 
-def total_norm(norms: Sequence[float]) -> float:
+@torch.no_grad()
+def stacked_norms(values: list[Tensor]) -> Tensor:
+    """The same for tensors of one device and one wide dtype: no look at each. Raises NotImplementedError for sparse."""
+    return torch.stack(torch._foreach_norm(values, 2.0))
+
+
+def total_norm(norms: Iterable[float]) -> float:
     """L2 norm over all from the norms of the parts, on the host; squares cannot overflow in it."""
     return math.hypot(*norms)
 

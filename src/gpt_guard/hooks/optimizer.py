@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from gpt_guard.errors import GuardUsageError
 
-
 _MOST_WRAPPERS = 8
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -47,8 +48,9 @@ class Hook:
         """Whether to act: for its own module, not during a backward, not while torch.compile traces."""
         return not self.tap.paused and module is self._module and not torch.compiler.is_compiling()
 
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
-        return (_no_hook, ())
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Of the standard library, so that a pickle can be read where gpt_guard is not installed: it does nothing.
+        return (getattr, (nullcontext, "__exit__"))
 
 
 class EntryNote(Hook):
@@ -142,11 +144,3 @@ def values_of(tap: Tap, index: int, tensor: Tensor) -> Tensor | None:
         tap.cannot_test(index, f"a {kind_of(tensor)} tensor")
         return None
     return readable(tensor)
-
-
-def _nothing(*_: Any) -> None:
-    return None
-
-
-def _no_hook() -> Callable[..., None]:
-    return _nothing

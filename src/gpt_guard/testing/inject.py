@@ -65,8 +65,11 @@ class Injection:
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
         if self._counts(optimizer):
+            before = max(self._steps.values(), default=0)
             self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
-            self._calls = 0
+            # The second of several optimizers ends no step of its own.
+            if max(self._steps.values()) > before:
+                self._calls = 0
             if self._target.at in ("parameter", "buffer"):
                 self._plant_between()
 

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from gpt_guard.callbacks.base import Guard
+
 _TESTING = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(_TESTING)) + os.sep
 _LEDGER = os.path.join(_PACKAGE, "ledger.py")
@@ -50,6 +52,10 @@ class HostReads(TorchFunctionMode):
         kwargs = kwargs or {}
         if _is_read(func, args, kwargs):
             self._judge(getattr(func, "__name__", str(func)))
+        if func is Tensor.backward:
+            # torch switches the mode off in here, and guards measure in the middle of it.
+            with self:
+                return _backward(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _judge(self, what: str) -> None:
@@ -75,6 +81,13 @@ class HostReads(TorchFunctionMode):
         self._last = None
 
 
+def _backward(
+    loss: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    """What Tensor.backward does without a mode."""
+    torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
+
+
 def _is_read(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
     if name in _READS:
@@ -90,15 +103,32 @@ def _is_read(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> boo
 
 
 def _nearest_of_ours() -> FrameType | None:
-    """The frame of gpt_guard that asked torch for it; None if code of somebody else did."""
+    """The frame of gpt_guard, or of a guard's method wherever it is written, that asked torch for it, or None."""
     frame: FrameType | None = sys._getframe(1)
+    nearest = True
     while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((_TESTING, _TORCH)):
-            asked_by_user = frame.f_code.co_qualname == "Guardian.log"
-            return frame if file.startswith(_PACKAGE) and not asked_by_user else None
+        code = frame.f_code
+        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if code.co_filename.startswith((_TESTING, _TORCH)):
+            pass
+        elif code.co_filename.startswith(_PACKAGE):
+            # Further out it stands around code of the user's own: a closure, a function that autograd calls.
+            return frame if nearest and not _asked_for(frame) else None
+        elif isinstance(first, Guard):
+            return frame
+        else:
+            nearest = False
         frame = frame.f_back
     return None
+
+
+def _asked_for(frame: FrameType | None) -> bool:
+    """Whether `guardian.log` reads a number that it was given."""
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        if frame.f_code.co_qualname == "Guardian.log":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _ledger_read(frame: FrameType) -> FrameType | None:
@@ -113,7 +143,9 @@ def _ledger_read(frame: FrameType) -> FrameType | None:
 
 @contextmanager
 def refuse_host_reads() -> Iterator[HostReads]:
-    """Inside, a host read by gpt_guard outside of the ledger raises HostReadError; reads of your own code are allowed.
+    """Inside, a host read by gpt_guard or a guard of yours, outside of the ledger, raises HostReadError.
+
+    Reads of the loop and the model are allowed.
 
     Enter it inside of `Guardian(..., reads="per_step")`, which keeps to one read per step on the CPU as well; what
     `.ledger` has grown by after a step is the number of reads in it. `guardian.log` reads because it is asked to.

@@ -50,8 +50,8 @@ def resolve(model: nn.Module, path: str, at: str | None) -> Target:
         )
     if tensor is not None and not tensor.is_floating_point():
         raise GuardUsageError(f"{path} holds {tensor.dtype}, which has no NaN or infinity")
-    described = f"{place} of {path or 'the model'} ({type(module).__name__})"
-    return Target(model, module, tensor, "input" if place == "batch" else place, described)
+    place = "input" if place == "batch" else place
+    return Target(model, module, tensor, place, f"{place} of {path or 'the model'} ({type(module).__name__})")
 
 
 def _unknown(path: str, known: list[str], model: str) -> str:

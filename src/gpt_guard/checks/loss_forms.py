@@ -1,0 +1,203 @@
+"""Which function of logits and targets a loss is: cross entropy in its right form, or in one of the known wrong ones.
+
+Recognised by value: the same logits, several sets of targets, and a form is found only if it gives the loss for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORED = -100
+"""The label that does not count, in the probe: torch's default."""
+LossOf = Callable[[Tensor], float]
+"""The project's loss on the probe's inputs, for targets `[B, T]`."""
+
+
+class Form(NamedTuple):
+    """A recognised form: `key` for code, `words` for people, `shift` the number of positions that it shifts targets."""
+
+    key: str
+    words: str
+    shift: int = 0
+    value: float = 0.0
+
+
+class Probe(NamedTuple):
+    """Logits `[B, T, V]` in float64, targets to ask with, the losses that came back, and their relative precision."""
+
+    logits: Tensor
+    targets: Sequence[Tensor]
+    losses: Sequence[float]
+    precision: float
+
+    def fits(self, values: Sequence[float]) -> bool:
+        """True where these values are the losses, up to rounding."""
+        return all(
+            math.isfinite(value) and abs(value - loss) <= self.precision * max(1.0, abs(loss))
+            for value, loss in zip(values, self.losses, strict=True)
+        )
+
+    def each(self, form: Callable[[Tensor, Tensor], Tensor]) -> list[float]:
+        """The values of a form for all sets of targets."""
+        return [float(form(self.logits, targets)) for targets in self.targets]
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean over all positions, in nats; `[B, T, V]` and `[B, T]`."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def recognise(probe: Probe, loss: LossOf) -> Form | None:
+    """The first form that gives the losses, right ones first; None if none does. May ask for more losses."""
+    for form, values in _exact(probe):
+        if probe.fits(values):
+            return form
+    for shift in (0, 1):
+        plain = probe.each(_shifted(shift))
+        for fitted in (_term, _smoothing, _factor):
+            if (found := fitted(probe, plain, shift)) is not None:
+                return found
+    return _ignored(probe) or _weighted(probe, loss)
+
+
+def _exact(probe: Probe) -> Iterator[tuple[Form, list[float]]]:
+    for shift, words in ((0, "cross entropy"), (1, "cross entropy of logits[:, :-1] and targets[:, 1:]")):
+        yield Form("plain", words, shift), probe.each(_shifted(shift))
+    for shift, words in ((-1, "logits[:, 1:] against targets[:, :-1]"), (2, "logits[:, :-2] against targets[:, 2:]")):
+        yield Form("shift", words, shift), probe.each(_shifted(shift))
+    yield Form("nll", "the negative log of the probabilities that the model returns"), probe.each(_of_probabilities)
+    for shift in (0, 1):
+        twice = _shifted(shift)
+        yield Form("softmax_twice", "cross entropy of softmax(logits)", shift), probe.each(_with_softmax(twice))
+    yield Form("probability", "the negative probability, without a logarithm"), probe.each(_without_log)
+    for key, words, form in _FLATTENED:
+        yield Form(key, words), probe.each(form)
+    yield Form("perplexity", "exp of the cross entropy"), [math.exp(value) for value in probe.each(cross_entropy)]
+
+
+def _shifted(shift: int) -> Callable[[Tensor, Tensor], Tensor]:
+    def form(logits: Tensor, targets: Tensor) -> Tensor:
+        length = targets.size(1)
+        logits = logits[:, max(0, -shift) : length - max(0, shift)]
+        return cross_entropy(logits, targets[:, max(0, shift) : length - max(0, -shift)])
+
+    return form
+
+
+def _with_softmax(form: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda logits, targets: form(logits.softmax(-1), targets)
+
+
+def _of_probabilities(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.nll_loss(logits.clamp_min(0).log().flatten(0, 1), targets.flatten())
+
+
+def _without_log(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.nll_loss(logits.softmax(-1).flatten(0, 1), targets.flatten())
+
+
+_FLATTENED: tuple[tuple[str, str, Callable[[Tensor, Tensor], Tensor]], ...] = (
+    (
+        "targets_transposed",
+        "logits flattened as [B, T], targets as [T, B]",
+        lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.t().flatten()),
+    ),
+    (
+        "logits_transposed",
+        "logits flattened as [T, B], targets as [B, T]",
+        lambda logits, targets: F.cross_entropy(logits.transpose(0, 1).flatten(0, 1), targets.flatten()),
+    ),
+    (
+        "viewed",
+        "logits viewed as [B, V, T] without a transpose",
+        lambda logits, targets: F.cross_entropy(
+            logits.reshape(logits.size(0), logits.size(2), logits.size(1)), targets
+        ),
+    ),
+    (
+        "viewed",
+        "logits transposed to [B, V, T], then viewed as [B * T, V]",
+        lambda logits, targets: F.cross_entropy(
+            logits.transpose(1, 2).reshape(-1, logits.size(2)), targets.flatten()
+        ),
+    ),
+)
+
+
+def _term(probe: Probe, plain: list[float], shift: int) -> Form | None:
+    """Cross entropy and a term that does not depend on the targets: an auxiliary or a z-loss."""
+    term = probe.losses[0] - plain[0]
+    if not probe.fits([value + term for value in plain]):
+        return None
+    return Form("term", f"cross entropy and a term of {term:.4g} that does not depend on the targets", shift, term)
+
+
+def _smoothing(probe: Probe, plain: list[float], shift: int) -> Form | None:
+    """Label smoothing: `(1 - e)` cross entropy and `e` of the mean over all classes."""
+
+    def even(logits: Tensor, targets: Tensor) -> Tensor:
+        counted = targets[:, shift:] != IGNORED
+        return -logits[:, : logits.size(1) - shift].log_softmax(-1)[counted].mean()
+
+    uniform = probe.each(even)
+    if abs(uniform[0] - plain[0]) <= probe.precision:
+        return None
+    share = (probe.losses[0] - plain[0]) / (uniform[0] - plain[0])
+    mixed = [(1 - share) * value + share * flat for value, flat in zip(plain, uniform, strict=True)]
+    if not 0 < share < 0.9 or not probe.fits(mixed):
+        return None
+    return Form("smoothing", f"cross entropy with label smoothing {share:.3g}", shift, share)
+
+
+def _factor(probe: Probe, plain: list[float], shift: int) -> Form | None:
+    """A constant multiple of cross entropy."""
+    factor = probe.losses[0] / plain[0] if plain[0] else 0.0
+    if factor == 0 or not probe.fits([factor * value for value in plain]):
+        return None
+    counted = probe.targets[0][:, shift:] != IGNORED
+    rows, length = counted.shape
+    count = int(counted.sum())
+    known = {
+        "sum": (count, "the sum over all positions"),
+        "sum_over_time": (count / rows, "the sum over positions, averaged over samples"),
+        "sum_over_batch": (count / length, "the sum over samples, averaged over positions"),
+        "all_positions": (count / (rows * length), "the sum divided by all positions, ignored ones included"),
+        "bits": (1 / math.log(2), "cross entropy in bits"),
+    }
+    for key, (expected, words) in known.items():
+        if math.isclose(factor, expected, rel_tol=10 * probe.precision):
+            return Form(key, words, shift, factor)
+    parts = 1 / factor
+    if parts > 1.5 and math.isclose(parts, round(parts), rel_tol=10 * probe.precision):
+        return Form("accumulation", f"cross entropy divided by {round(parts)}", shift, factor)
+    return Form("factor", f"cross entropy times {factor:.4g}", shift, factor)
+
+
+def _ignored(probe: Probe) -> Form | None:
+    """Cross entropy without the positions of one target id."""
+    candidates = [int(each) for each in torch.stack(list(probe.targets)).unique() if int(each) != IGNORED]
+    for shift in (0, 1):
+        logits = probe.logits[:, : probe.logits.size(1) - shift].flatten(0, 1)
+        targets = [each[:, shift:].flatten() for each in probe.targets]
+        for left_out in candidates:
+            values = [float(F.cross_entropy(logits, each.masked_fill(each == left_out, IGNORED))) for each in targets]
+            if probe.fits(values):
+                return Form("ignored", f"cross entropy without targets of {left_out}", shift, float(left_out))
+    return None
+
+
+def _weighted(probe: Probe, loss: LossOf) -> Form | None:
+    """Class weights: with one class alone they cancel out, and the loss is plain cross entropy."""
+    classes = [int(each) for each in probe.targets[0].flatten() if int(each) != IGNORED][:3]
+    for shift in (0, 1):
+        single = [torch.full_like(probe.targets[0], each) for each in classes]
+        alone = probe._replace(targets=single, losses=[loss(targets) for targets in single])
+        if alone.fits(alone.each(_shifted(shift))):
+            return Form("weighted", "cross entropy with a weight for each class", shift)
+    return None

@@ -1,0 +1,84 @@
+"""`gpt-guard explain`: what a finding means, or what is behind a symptom."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, NoReturn
+
+import typer
+
+from gpt_guard import catalogue
+from gpt_guard.render import block, numbered
+from gpt_guard.symptoms import Symptom, match, symptoms
+
+
+def explain(
+    code: Annotated[str | None, typer.Argument(help="A finding's code, such as GG101; all codes if left out.")] = None,
+    symptom: Annotated[
+        str | None, typer.Option(help='What you see, in your own words: "loss does not fall", nan, slow ...')
+    ] = None,
+) -> None:
+    """Say what a finding means or what is behind a symptom: causes in order, which test tells them apart, what to do.
+
+    Exit code 0: explained. 2: there is no such code, or no symptom fits these words.
+    """
+    if code is not None and symptom is not None:
+        _leave("give a code or --symptom, not both")
+    if symptom is not None:
+        _explain_symptom(symptom)
+        return
+    known = catalogue.entries()
+    if code is None:
+        for each in known.values():
+            typer.echo(f"{each.code}  {each.severity:<7}  {each.title}")
+        return
+    asked = code.strip().upper()
+    entry = known.get(asked) or known.get(f"GG{asked}")
+    if entry is None:
+        _leave(f"There is no finding code {code!r}. {_near(asked, list(known))}")
+    typer.echo(explanation(entry))
+
+
+def explanation(entry: catalogue.Entry) -> str:
+    """The catalogue's words for one code, laid out as in the finding itself."""
+    parts = [
+        [f"{entry.code} {entry.title} ({entry.severity})"],
+        block("meaning", entry.meaning),
+        numbered("causes", entry.ordered_causes()),
+        block("next test", entry.next_test) + block("fix", entry.fix),
+    ]
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def symptom_text(symptom: Symptom) -> str:
+    """A symptom as plain text: what to try first, then each cause with its test and the commands that run it."""
+    parts = [[symptom.title], block("first", symptom.first)]
+    for position, cause in enumerate(symptom.causes, start=1):
+        lines = block(f"{position:>2}.", cause.text) + block("    test", cause.test)
+        # A command is never wrapped: it is there to be copied.
+        lines += [f"{'    run' if n == 0 else '':<11}{command}" for n, command in enumerate(cause.run)]
+        parts.append(lines + block("    codes", ", ".join(cause.codes)))
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def _explain_symptom(text: str) -> None:
+    found = match(text)
+    if not found:
+        listed = "\n".join(f"  {each.key:<20}{each.title}" for each in symptoms().values())
+        _leave(f"No symptom fits {text!r}. Known are:\n{listed}\nGive one of these, or describe it in other words.")
+    if len(found) > 1:
+        typer.echo(f"{text!r} fits {len(found)} symptoms.\n")
+    typer.echo("\n\n\n".join(map(symptom_text, found)))
+
+
+def _near(asked: str, known: list[str]) -> str:
+    asked = asked if asked.startswith("GG") else f"GG{asked}"
+    family = [other for other in known if other[:3] == asked[:3]]
+    near = family or difflib.get_close_matches(asked, known, n=6)
+    hint = f"Near it: {', '.join(near)}. " if near else ""
+    return f"{hint}`gpt-guard explain` lists all codes."
+
+
+def _leave(message: str) -> NoReturn:
+    typer.echo(message, err=True)
+    raise typer.Exit(2)

@@ -1,0 +1,146 @@
+"""Parameters and buffers: which one went bad, and whether it was before or through a forward or a step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from gpt_guard.hooks.state import StateWatch, bad_state
+
+
+class Model(nn.Module):
+    mean: Tensor
+    ids: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("ids", torch.zeros(3, dtype=torch.long))
+
+
+def watch(model: nn.Module, *, parameters: bool = True, buffers: bool = True) -> StateWatch:
+    state = StateWatch(model, parameters=parameters, buffers=buffers)
+    state.settle()
+    return state
+
+
+def turned(state: StateWatch) -> list[str]:
+    norms = state.norms()
+    return [] if norms is None else list(state.turned_bad(norms.tolist()))
+
+
+@torch.no_grad()
+def spoil(tensor: Tensor, value: float = math.nan) -> None:
+    tensor.view(-1)[0] = value
+
+
+def test_what_went_bad_is_named_once() -> None:
+    model = Model()
+    state = watch(model)
+    assert turned(state) == []
+    spoil(model.layer.weight)
+    spoil(model.mean, math.inf)
+    assert turned(state) == ["layer.weight", "mean"]
+    assert turned(state) == []
+
+
+def test_finite_values_whose_norm_overflows_are_not() -> None:
+    model = Model()
+    state = watch(model)
+    with torch.no_grad():
+        model.layer.weight.fill_(3e38)
+    assert turned(state) == []
+
+
+def test_a_buffer_that_was_replaced_is_still_watched() -> None:
+    model = Model()
+    state = watch(model)
+    model.mean = torch.tensor([1.0, math.nan, 0.0])
+    assert turned(state) == ["mean"]
+
+
+def test_what_is_bad_at_the_start_is_left_out() -> None:
+    model = Model()
+    spoil(model.mean, math.inf)
+    state = watch(model)
+    assert state.at_start == {"mean"}
+    assert (state.watches("mean"), state.watches("layer.weight")) == (False, True)
+    assert turned(state) == []
+
+
+def test_a_mask_that_appears_is_quiet() -> None:
+    model = Model()
+    state = watch(model)
+    spoil(model.mean, -math.inf)
+    assert turned(state) == []
+
+
+def test_each_kind_can_be_left_out() -> None:
+    model = Model()
+    spoil(model.layer.weight)
+    spoil(model.mean)
+    assert turned(StateWatch(model, parameters=False, buffers=True)) == ["mean"]
+    assert turned(StateWatch(model, parameters=True, buffers=False)) == ["layer.weight"]
+    assert StateWatch(model, parameters=False, buffers=False).norms() is None
+
+
+def test_mixed_dtypes_are_measured_together() -> None:
+    model = nn.ModuleList([nn.Linear(2, 2).half(), nn.Linear(2, 2).double(), nn.Linear(2, 2).bfloat16()])
+    state = watch(model)
+    with torch.no_grad():
+        model[1].weight.fill_(1e300)  # type: ignore[operator]  # a Linear
+    assert turned(state) == []
+    spoil(model[2].bias)  # type: ignore[arg-type]  # a Linear
+    assert turned(state) == ["2.bias"]
+
+
+def test_a_write_between_two_steps_is_told_from_one_inside() -> None:
+    model = Model()
+    state = watch(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for outside in (False, True):
+        if outside:
+            spoil(model.layer.weight, 1.0)
+        state.note_before()
+        model.layer(torch.ones(3)).sum().backward()
+        optimizer.step()
+        state.note_after()
+        assert state.written_between("layer.weight") is outside
+        assert not state.written_between("layer.bias")
+
+
+def test_the_first_bad_parameter_or_untouched_buffer_is_found_by_its_full_name() -> None:
+    model = nn.Sequential(Model())
+    state = watch(model)
+    spoil(model[0].mean)  # type: ignore[arg-type]  # a buffer
+    untouched = state.buffer_versions()
+    found = bad_state(model[0], "0", untouched)
+    assert found is not None
+    assert (found.name, found.is_parameter) == ("0.mean", False)
+    spoil(model[0].layer.weight)  # type: ignore[arg-type,union-attr]  # a Linear
+    found = bad_state(model, "", untouched)
+    assert found is not None
+    assert (found.name, found.is_parameter) == ("0.layer.weight", True)
+
+
+def test_a_buffer_that_this_forward_has_written_to_is_no_cause() -> None:
+    model = Model()
+    untouched = watch(model).buffer_versions()
+    spoil(model.mean)
+    assert bad_state(model, "", untouched) is None
+    model.mean = torch.tensor([math.nan])
+    assert bad_state(model, "", untouched) is None
+
+
+def test_statistics_count_only_where_they_are_read() -> None:
+    model = Model()
+    spoil(model.norm.running_mean)  # type: ignore[arg-type]  # a BatchNorm that tracks
+    untouched = watch(model).buffer_versions()
+    assert bad_state(model, "", untouched) is None
+    found = bad_state(model.eval(), "", untouched)
+    assert found is not None
+    assert found.name == "norm.running_mean"

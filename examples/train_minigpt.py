@@ -117,6 +117,7 @@ if trained_with not in (None, tokenizer.fingerprint):
     mismatch = tokenizer.explain_mismatch(trained_with, tokenizer_path)
     fail(f"the run in {out} {mismatch}. Give the corpus of that run, or another --out for a new one.")
 train_ids, val_ids, test_ids = (torch.tensor(tokenizer.encode(t)) for t in (corpus.train, corpus.val, corpus.test))
+broken("data", (train_ids, len(tokenizer)))  # guard
 try:
     tokenizer_path.parent.mkdir(parents=True, exist_ok=True)
     tokenizer.save(tokenizer_path)

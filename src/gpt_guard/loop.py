@@ -116,7 +116,7 @@ class Loop:
             return
         self.backwards += 1
         if loss is not None and loss.numel() == 1:
-            watch.ledger.put(f"loss.{watch.micro_batch}", loss.reshape(()))
+            watch.ledger.put(f"loss.{watch.micro_batch}", loss if loss.dim() == 0 else loss.detach().reshape(()))
         watch.micro_batch += 1
         watch.grad_norms = self._gradients.measure(self._scale.unit, immediate=watch.immediate)
         for clearing in self._clearing:

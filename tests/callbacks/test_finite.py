@@ -272,6 +272,18 @@ def test_two_guards_that_watch_outputs_are_refused() -> None:
     assert "one FiniteGuard, not two" in guardian.findings[0].seen
 
 
+def test_a_failure_of_the_guard_itself_never_reaches_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("an error of ours")
+
+    monkeypatch.setattr("gpt_guard.callbacks.finite.blame", fails)
+    model = mlp()
+    with inject_nonfinite(model, "1"):
+        found = quiet(model, reads="immediate", steps=1)
+    assert [finding.code for finding in found] == ["GG906"]
+    assert "an error of ours" in found[0].seen
+
+
 @both
 def test_each_thing_to_watch_can_be_switched_off(reads: Reads) -> None:
     off = {"outputs": False, "gradients": False, "parameters": False, "buffers": False}

@@ -21,7 +21,7 @@ V, T, C = 23, 12, 16
 STEP = "parameters that a step changes"
 
 
-def gpt() -> MiniGPT:
+def gpt() -> Any:  # bugs are planted in its attributes
     return MiniGPT(MiniGPTConfig(V, block_size=16, embedding_dim=C, num_heads=2, num_layers=2, dropout=0.0))
 
 
@@ -64,7 +64,8 @@ def test_optimizers_that_hold_everything_pass(make: Callable[[MiniGPT], Optimize
     results = checks(model, make(model))
     assert {result.status for result in results} == {"passed"}, findings(model, make(model))
     assert results[0].measured == "29 of 29"
-    assert results[-1].facts["update_size"] > 0
+    size: Any = results[-1].facts["update_size"]
+    assert size > 0
 
 
 def test_without_an_optimizer_a_usual_one_steps_and_says_so() -> None:
@@ -209,7 +210,8 @@ def test_steps_that_are_too_large_or_too_small() -> None:
     assert found.code == "GG321"
     assert "too high" in found.causes[0]
     (found,) = findings(model, AdamW(model.parameters(), lr=1e-11))
-    assert found.code in ("GG309", "GG305")
+    assert found.code == "GG309"
+    assert "orders of magnitude too small" in found.causes[0]
 
 
 # Steps.
@@ -218,7 +220,7 @@ def test_steps_that_are_too_large_or_too_small() -> None:
 def test_a_step_that_does_nothing() -> None:
     model = gpt()
     optimizer = AdamW(model.parameters(), lr=1e-3)
-    optimizer.step = lambda *args: None  # type: ignore[method-assign, assignment]  # the bug
+    optimizer.step = lambda *args: None  # type: ignore[method-assign]  # the bug
     found = findings(model, optimizer)[0]
     assert found.code == "GG301"
     assert "was replaced" in found.causes[0]

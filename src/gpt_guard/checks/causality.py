@@ -51,19 +51,40 @@ class CausalityStage(Stage):
         model, vocab = subject.model, vocabulary(subject)
         if model is None or vocab is None:
             return
+        if subject.causal:
+            yield from self.causal(subject)
+        else:
+            yield self.skipped("suffix change", "causal=False: the model may see both sides")
+            with precise(model, probe_ids(subject)):
+                yield self._padding(model, probe_ids(subject), vocab, subject)
+        yield from self.independence(subject)
+
+    def causal(self, subject: Subject, *, trained: bool = True) -> Iterator[CheckResult]:
+        """The lines about the future; with `trained` also after a few training steps."""
+        model, vocab = subject.model, vocabulary(subject)
+        if model is None or vocab is None:
+            return
+        x = probe_ids(subject)
+        if x.size(1) < 2:
+            yield self.skipped("suffix change", "rows of one token have no suffix")
+            return
+        with precise(model, x):
+            if (why := self._incomparable(model, x, subject.seed)) is not None:
+                yield self.skipped("suffix change", why)
+            else:
+                yield from self._causal(model, x, vocab, subject, trained)
+
+    def independence(self, subject: Subject) -> Iterator[CheckResult]:
+        """The line about rows."""
+        model, vocab = subject.model, vocabulary(subject)
+        if model is None or vocab is None:
+            return
         x = probe_ids(subject)
         with precise(model, x):
             if (why := self._incomparable(model, x, subject.seed)) is not None:
-                yield self.skipped("prefix and rows", why)
-                return
-            if not subject.causal:
-                yield self.skipped("suffix change", "causal=False: the model may see both sides")
-                yield self._padding(model, x, vocab, subject)
-            elif x.size(1) < 2:
-                yield self.skipped("suffix change", "rows of one token have no suffix")
+                yield self.skipped("rows are independent", why)
             else:
-                yield from self._causal(model, x, vocab, subject)
-            yield self._rows(model, x, vocab, subject)
+                yield self._rows(model, x, vocab, subject)
 
     def _incomparable(self, model: nn.Module, x: Tensor, seed: int) -> str | None:
         forward = repeatable(model, seed)
@@ -77,14 +98,17 @@ class CausalityStage(Stage):
             return "the same input with the same seed gives other logits at every call: see the stage for validation"
         return None
 
-    def _causal(self, model: nn.Module, x: Tensor, vocab: int, subject: Subject) -> Iterator[CheckResult]:
+    def _causal(
+        self, model: nn.Module, x: Tensor, vocab: int, subject: Subject, trained: bool
+    ) -> Iterator[CheckResult]:
         first = self._suffix("suffix change", model, x, vocab, subject)
         yield first
         second = self._gradient("gradient to the embedded inputs", model, x, first.findings)
         yield second
         if "failed" in (first.status, second.status):
             return
-        yield self._trained(model, x, vocab, subject)
+        if trained:
+            yield self._trained(model, x, vocab, subject)
         if batch_norms := [module for module in model.modules() if isinstance(module, _BatchNorm)]:
             # All else stays in eval mode: dropout's random numbers would be those of other tokens.
             with preserved(model):

@@ -5,23 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 _WORD = re.compile(r"[^\W\d_]+")
 _FEWEST_WORDS = 20
-
-
-@dataclass(frozen=True)
-class Chaos:
-    """The figures of some texts: entropy in bits per character (Shannon 1948), the shares of words and of neighbouring
-    tokens that the corpus never has. None where they cannot be known."""
-
-    entropy: float | None
-    unknown_words: float | None
-    unseen_pairs: float | None
 
 
 def char_entropy(text: str) -> float:

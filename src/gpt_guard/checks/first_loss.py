@@ -23,9 +23,9 @@ _IN_PLAY = 50.0
 """Scores so far below the largest are masked: rows of a padded vocabulary, set to -inf or -1e9."""
 _LARGE, _GROWN = 1.5, 2.0
 """Times the std of variance 1/width, and times the RMS 1 of a normalised state."""
-_MOST_SCORES = 2**26
-_MOST_POSITIONS = 256
-"""Bounds on what is computed at once: 256 MB of float32 logits."""
+_MOST_SCORES = 2**24
+_MOST_POSITIONS = 128
+"""Bounds on what is computed at once, for time and for memory: 64 MB of float32 logits."""
 
 
 class FirstLoss(NamedTuple):

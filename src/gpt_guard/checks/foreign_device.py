@@ -1,4 +1,4 @@
-"""Would forward run on an accelerator? Asked without one: every tensor of the model claims to be on a CUDA device.
+"""Would forward run on an accelerator? Asked without one: every tensor of the model claims to be on one.
 
 torch follows shapes, dtypes and devices through the whole forward without computing anything, and refuses what a GPU
 would refuse, at the same line. It is execution, not a search for calls without `device=`: a CPU scalar that torch
@@ -18,7 +18,10 @@ from gpt_guard.checks.perturb import quiet
 from gpt_guard.checks.raised import user_line
 from gpt_guard.records import SourceLine
 
-_ELSEWHERE = torch.device("cuda:0")
+_ELSEWHERE = torch.device("lazy:0")
+"""A device type that every build of torch knows without hardware. The others (cuda, xpu, mps) have no device guard in
+a build that lacks them, and an indexing by None or a list already asks for it (torch 2.13)."""
+_CALLED = "an accelerator"
 _SIGNS = ("same device", "two devices", "different devices", "device mismatch")
 
 
@@ -42,7 +45,8 @@ def run_elsewhere(model: nn.Module, x: Tensor) -> Elsewhere:
         _forward(model, x)
     except Exception as error:  # anything that a fake device cannot do is no fault of the model
         message = " ".join(str(error).split())
-        if any(sign in message.lower() for sign in _SIGNS):
+        if any(sign in message.lower() for sign in _SIGNS) and "cpu" in message:
+            message = message.replace(str(_ELSEWHERE), _CALLED)
             return Elsewhere(False, message[:300], user_line(error.__traceback__), plain=plain_tensors(model))
         return Elsewhere(False, why_not=f"{type(error).__name__}: {message[:160]}")
     return Elsewhere(True)

@@ -123,9 +123,7 @@ _FLATTENED: tuple[tuple[str, str, Callable[[Tensor, Tensor], Tensor]], ...] = (
     (
         "viewed",
         "logits transposed to [B, V, T], then viewed as [B * T, V]",
-        lambda logits, targets: F.cross_entropy(
-            logits.transpose(1, 2).reshape(-1, logits.size(2)), targets.flatten()
-        ),
+        lambda logits, targets: F.cross_entropy(logits.transpose(1, 2).reshape(-1, logits.size(2)), targets.flatten()),
     ),
 )
 

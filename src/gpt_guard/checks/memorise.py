@@ -15,6 +15,7 @@ from gpt_guard.checks.stand_in import stand_in
 
 CLIP = 1.0
 _TAIL = 10
+_PASSES = 4
 _EVERY = 10
 
 
@@ -23,8 +24,8 @@ class Curve:
     """The loss before each step, and at the end: in training mode over the last steps, in eval mode, and accuracy.
 
     `accuracy` is the share of the targets that count whose logit is the largest; None where the logits have no such
-    shape. `stopped` is the step whose loss was not finite. `noise` is by how much the losses of two passes with the
-    same weights differ, in training mode and in eval mode. `grad_norm` is the largest one before clipping.
+    shape. `stopped` is the step whose loss was not finite. `noise` is by how much the losses of a few passes with
+    the same weights differ, in training mode and in eval mode. `grad_norm` is the largest one before clipping.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -97,12 +98,12 @@ def _judge_end(model: nn.Module, task: Task, curve: Curve, shifts_inside: bool) 
     """
     curve.tail = sum(curve.losses[-_TAIL:]) / len(curve.losses[-_TAIL:])
     found = [_accuracy(model, task, curve, shifts_inside)]
-    loud = [float(task.loss(model)) for _ in range(2)]
+    loud = [float(task.loss(model)) for _ in range(_PASSES)]
     model.eval()
-    quiet = [float(task.loss(model)) for _ in range(2)]
+    quiet = [float(task.loss(model)) for _ in range(_PASSES)]
     found.append(_accuracy(model, task, curve, shifts_inside))
     curve.quiet = quiet[0]
-    curve.noise = (abs(loud[0] - loud[1]), abs(quiet[0] - quiet[1]))
+    curve.noise = (max(loud) - min(loud), max(quiet) - min(quiet))
     known = [value for value in found if value is not None]
     curve.accuracy = max(known) if known else None
     curve.end = min(value for value in (curve.tail, curve.quiet, math.inf) if not math.isnan(value))

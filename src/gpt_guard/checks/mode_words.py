@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -25,10 +24,18 @@ def likely_noise(blame: Blame | None, *, random: bool, hidden: bool, share: floa
         return ["kernel", "state"] if share < _KERNEL else ["state"]
     if hidden:
         return ["unregistered", "functional"]
-    names = _names(type(blame.module)) if blame is not None else frozenset()
-    if names & _DROPOUT or not names & _NOISE:
-        return ["functional", "noise"]
-    return ["noise", "functional"]
+    # What forward itself calls says more than what it inherits.
+    for names in (_in_forward(blame), _names(type(blame.module)) if blame is not None else frozenset()):
+        if names & _DROPOUT:
+            return ["functional", "noise"]
+        if names & _NOISE:
+            return ["noise", "functional"]
+    return ["functional", "noise"]
+
+
+def _in_forward(blame: Blame | None) -> frozenset[str]:
+    forward = getattr(type(blame.module), "forward", None) if blame is not None else None
+    return frozenset(_in_code(forward.__code__)) if isinstance(forward, FunctionType) else frozenset()
 
 
 def asks_for_mode(module: nn.Module) -> bool:
@@ -53,7 +60,6 @@ def _modules_in(value: Any) -> Iterable[nn.Module]:
     return [item for item in items if isinstance(item, nn.Module)]
 
 
-@cache
 def _names(kind: type) -> frozenset[str]:
     """Names of attributes and functions in the methods of a class, torch's own classes left out."""
     found: set[str] = set()

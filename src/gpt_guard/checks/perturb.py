@@ -121,6 +121,8 @@ def other_ids(ids: Tensor, vocab: int, generator: torch.Generator, avoid: int | 
 def difference(one: Tensor, other: Tensor) -> Tensor:
     """`|one - other|` elementwise, where equal infinities and NaN in both count as equal, NaN in one as infinite."""
     one, other = one.detach(), other.detach()
+    if one.is_complex():
+        one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
     if not one.is_floating_point():
         one, other = one.double(), other.double()
     apart = (one - other).abs()

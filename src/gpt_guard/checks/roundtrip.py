@@ -37,9 +37,12 @@ def roundtrip(tokenizer: Tokenizer, text: str, what: str) -> Finding | None:
         ids = tokenizer.encode(text)
         back = tokenizer.decode(ids)
     except Exception as error:  # the user's own code may raise anything
+        # Escaped in the evidence here and below: a lone surrogate, which a broken tokenizer makes, is no valid JSON.
         doing = f"{type(error).__name__}: {str(error)[:200]}"
         seen = f"{what} cannot be encoded and decoded: {doing}"
-        return finding("GG621", seen, likely=["raised", "tables"], evidence={"exception": doing, "sample": text[:200]})
+        return finding(
+            "GG621", seen, likely=["raised", "tables"], evidence={"exception": doing, "sample": ascii(text[:200])}
+        )
     if back == text:
         return None
     at = next((i for i, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), min(len(text), len(back)))
@@ -55,7 +58,7 @@ def roundtrip(tokenizer: Tokenizer, text: str, what: str) -> Finding | None:
         seen,
         likely=[kind],
         severity=Severity.INFO if quiet else Severity.ERROR,
-        evidence={"text": before, "decoded": after, "at": at, "ids": ids[:_CONTEXT]},
+        evidence={"text": ascii(before), "decoded": ascii(after), "at": at, "ids": ids[:_CONTEXT]},
     )
 
 
@@ -121,25 +124,25 @@ def unknown_character(tokenizer: Tokenizer) -> Unknown:
     try:
         ids = tokenizer.encode(f"{known}{probe}{known}")
     except Exception as error:
-        return Unknown(f"{probe!r} raises {type(error).__name__}")
+        return Unknown(f"{probe!a} raises {type(error).__name__}")
     try:
         back = tokenizer.decode(ids)
     except Exception as error:
         seen = f"{probe!r} is encoded as {ids}, which decode refuses: {type(error).__name__}: {str(error)[:200]}"
-        return Unknown(f"{probe!r} gives ids that cannot be decoded", finding("GG622", seen, likely=["replaced"]))
+        return Unknown(f"{probe!a} gives ids that cannot be decoded", finding("GG622", seen, likely=["replaced"]))
     left = back.replace(known, "").strip()
     if left == probe:
-        return Unknown(f"{probe!r} is encoded without loss")
+        return Unknown(f"{probe!a} is encoded without loss")
     if _is_declared(left, tokenizer):
-        return Unknown(f"{probe!r} becomes {left!r}, the token for what is unknown")
+        return Unknown(f"{probe!a} becomes {left!r}, the token for what is unknown")
     bpe = from_library(tokenizer)
     likely = (["no_unknown"] if bpe else []) + (["replaced"] if left else ["dropped"])
     text = f"{known}{probe}{known}"
     lost = "became another" if left else "is gone"
     seen = f"{text!r} is encoded as {ids[:8]} and decoded as {back!r}: {probe!r} {lost}"
-    evidence: dict[str, Any] = {"text": text, "ids": ids[:8], "decoded": back}
+    evidence: dict[str, Any] = {"text": text, "ids": ids[:8], "decoded": ascii(back)}
     return Unknown(
-        f"{probe!r} {f'becomes {left!r}' if left else 'is dropped'}",
+        f"{probe!a} {f'becomes {left!r}' if left else 'is dropped'}",
         finding("GG622", seen, likely=likely, evidence=evidence),
     )
 

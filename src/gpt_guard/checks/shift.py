@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.base import LossFunction
+from gpt_guard.checks.forward import call
 from gpt_guard.records import Finding
 
 SHIFTS = (1, 0, 2, -1, 3, -2, 4, 5, 6, 7, 8)
@@ -19,6 +20,8 @@ SURE = 0.9
 """Share of positions that fit: less is packed documents, whose last targets are not in the row."""
 CLEAR = 0.25
 """A smaller share is enough where it is ahead of every other shift by as much: inputs with noise on purpose."""
+MIN_TARGETS = 4
+"""From fewer nothing is concluded."""
 MANY_ROWS = 64
 
 
@@ -34,12 +37,13 @@ class Shift(NamedTuple):
 def find_shift(x: Tensor, y: Tensor, ignore_index: int = -100, expected: int = 1) -> Shift:
     """The k for which y[:, t] is x[:, t + k], `[B, T]` both; targets of `ignore_index` are left out.
 
-    Where several fit (constant or periodic rows), `expected` is found if it is one of them. Reads the device.
+    Where several fit (constant or periodic rows), `expected` is found if it is one of them. Without positions, where
+    fewer than MIN_TARGETS could show the expected shift. Reads the device.
     """
     x, y = x.long().cpu(), y.long().cpu()
     fits = {k: _fit(x, y, k, ignore_index) for k in dict.fromkeys((expected, *SHIFTS))}
     shares = {k: _share(hits.sum(), known.sum()) for k, (hits, known) in fits.items() if known.sum() > 0}
-    if not shares:
+    if fits[expected][1].sum() < MIN_TARGETS:
         return Shift(None, 0.0, 0)
     best = max(shares, key=lambda k: shares[k])  # the first of equals
     share, positions = shares[best], int(fits[best][1].sum())
@@ -86,6 +90,28 @@ def loss_shifts(loss_fn: LossFunction, vocab_size: int, device: torch.device) ->
     here = F.cross_entropy(logits.flatten(0, 1), y.flatten())
     following = F.cross_entropy(logits[:, :-1].flatten(0, 1), y[:, 1:].flatten())
     return bool(loss.dim() == 0 and torch.isclose(loss, following, rtol=1e-3) and not torch.isclose(loss, here))
+
+
+def model_shifts(model: nn.Module, vocab_size: int, length: int, device: torch.device) -> bool | None:
+    """True where the model's own loss compares logits at t with target t + 1; None where it has no such loss.
+
+    On random targets the two means differ clearly, whatever the model has learned. One forward in eval mode, without
+    gradient; the mode is left at eval.
+    """
+    draw = torch.Generator().manual_seed(0)
+    x, y = (torch.randint(vocab_size, (4, length), generator=draw).to(device) for _ in range(2))
+    model.eval()
+    try:
+        with torch.no_grad():
+            logits, loss = call(model, x, y)
+    except Exception:  # how the model is called is asked by the stages for it
+        return None
+    if loss is None or loss.dim() or logits.shape[:2] != y.shape:
+        return None
+    here = F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
+    following = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), y[:, 1:].flatten())
+    # A loss that leaves out some id is off both means: nearer is not enough.
+    return bool((loss - following).abs() < 0.1 * (loss - here).abs())
 
 
 def _fit(x: Tensor, y: Tensor, k: int, ignore_index: int) -> tuple[Tensor, Tensor]:

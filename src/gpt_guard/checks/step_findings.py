@@ -13,7 +13,7 @@ from gpt_guard.catalogue import finding
 from gpt_guard.checks.backward import trainable
 from gpt_guard.checks.coverage import as_rate
 from gpt_guard.checks.gradient_causes import common_path, listed
-from gpt_guard.checks.stepping_probe import Steps
+from gpt_guard.checks.stepping_probe import HALF_BYTES, Steps
 from gpt_guard.records import Finding, Severity
 from gpt_guard.render import learning_rate, number
 
@@ -73,8 +73,8 @@ class StepFindings:
         still, swallowed = self.still, self.swallowed
         if still and set(still) >= set(working):
             yield self._nothing(still, swallowed)
-        elif swallowed and self._share(swallowed) >= WORTH_SAYING:
-            yield self._swallowed(swallowed)
+        elif self._share(half := self._half(swallowed)) >= WORTH_SAYING:
+            yield self._swallowed(half)
         rest = [name for name in still if name not in swallowed]
         if rest and len(still) < len(working):
             yield self._build("GG304", self._never(rest), rest, ["undone", "group_lr"])
@@ -115,7 +115,7 @@ class StepFindings:
     def _nothing(self, names: list[str], swallowed: list[str]) -> Finding:
         replaced = "step" in vars(self.optimizer) and not hasattr(self.optimizer.step, "_wrapped_by_lr_sched")
         rounds = set(names) <= set(swallowed)
-        half = any(self.parameters[name].dtype.itemsize <= 2 for name in names)
+        half = bool(self._half(names))
         likely = ["rounding_half" if half else "lr_too_small"] if rounds else ["step_replaced", "restored"]
         likely = ["step_replaced", *likely] if replaced else likely
         seen = (
@@ -137,14 +137,17 @@ class StepFindings:
         seen = (
             f"Rounding swallows the update of {len(names)} parameters, {self._share(names):.0%} of what is "
             f"trainable: {listed(names)}. In `{names[0]}` ({dtype}) {share:.1%} of the elements with a gradient "
-            f"keep their value: at a size of {number(_size(first))} a change must exceed {number(_spacing(first))}, lr is "
-            f"{learning_rate(rate)}."
+            f"keep their value: at a size of {number(_size(first))} a change must exceed {number(_spacing(first))}, "
+            f"lr is {learning_rate(rate)}."
         )
         return self._build("GG305", seen, names, ["lr_below_spacing"])
 
     def _broken(self, name: str) -> Finding:
         seen = f"After a step of {type(self.optimizer).__name__} from a fresh state `{name}` holds NaN or infinity."
         return self._build("GG106", seen, [name], [])
+
+    def _half(self, names: Sequence[str]) -> list[str]:
+        return [name for name in names if self.parameters[name].dtype.itemsize <= HALF_BYTES]
 
     def _share(self, names: Sequence[str]) -> float:
         total = sum(parameter.numel() for parameter in trainable(self.model).values())

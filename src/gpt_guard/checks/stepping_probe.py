@@ -17,7 +17,8 @@ from gpt_guard.checks.nonfinite import bad_parameter
 
 STEPS = 6
 """As many as it takes to free a row of zero-initialised factors, one for each step."""
-_HALF_BYTES = 2
+HALF_BYTES = 2
+"""Bytes of an element at which rounding swallows what is a usual update."""
 
 
 @dataclass
@@ -51,16 +52,17 @@ def take_steps(model: nn.Module, optimizer: Optimizer, task: Task, count: int = 
         model.train()
     result = Steps()
     everything = trainable(model)
+    long_start = type(optimizer).__name__ == "RMSprop"
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for index in range(count):
         found = _step(model, optimizer, task, result)
         if found is None:
             return result
-        _compare(model, before, found, result, index, long_start=type(optimizer).__name__ == "RMSprop")
+        _compare(model, before, found, result, index, long_start=long_start)
         if (bad := bad_parameter(model)) is not None:
             result.broken = bad
             return result
-        if result.moved >= everything.keys() and index > 0:
+        if result.moved >= everything.keys() and (index > 0 or not long_start):
             break
     if _needs_closure(optimizer):
         result.matrix_ratio = 0.0
@@ -164,7 +166,7 @@ def _compare(
 
 
 def _rounding(name: str, parameter: Tensor, changed: Tensor, result: Steps) -> None:
-    if parameter.dtype.itemsize > _HALF_BYTES or parameter.grad is None:
+    if parameter.dtype.itemsize > HALF_BYTES or parameter.grad is None:
         return
     wanted = parameter.grad.to_dense() != 0
     share = float((wanted & ~changed).sum() / wanted.sum()) if bool(wanted.any()) else 0.0

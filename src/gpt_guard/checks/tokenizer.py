@@ -83,7 +83,10 @@ class TokenizerStage(Stage):
         more = f" and {len(twice) - ENDS} more" if len(twice) > ENDS else ""
         special = all(len(token) > 1 for token in twice) and is_character_list(tokens)
         found = finding(
-            "GG620", f"{listed}{more}", likely=["special" if special else "list"], evidence={"duplicates": places}
+            "GG620",
+            f"{listed}{more}",
+            likely=["special" if special else "list"],
+            evidence={"duplicates": {ascii(token): ids for token, ids in places.items()}},
         )
         return self.failed(title, f"{len(tokens) - len(twice):,} of {len(tokens):,} tokens", expected, found)
 
@@ -105,7 +108,7 @@ class TokenizerStage(Stage):
         notes = []
         if strange:
             causes = [cause for one in strange if (cause := one.cause) is not None]
-            evidence: dict[str, Any] = {"characters": {one.id: ascii(one.char) for one in found}}
+            evidence: dict[str, Any] = {"characters": {str(one.id): ascii(one.char) for one in found}}
             notes = [finding("GG623", ", ".join(map(str, strange)), likely=causes, evidence=evidence)]
         return self.passed(title, f"{listed}{more}", notes=notes)
 

@@ -42,10 +42,11 @@ class ValidationStage(Stage):
             return
         x = probe_ids(subject)
         with quiet(model):
-            yield self._mode(model, x, subject.seed)
+            mode = self._mode(model, x, subject.seed)
+            yield mode
             model.eval()
             yield self._state(model, x, subject.seed)
-            agree = self._twice(model, x, subject.seed)
+            agree = self._twice(model, x, subject.seed, ["mode"] if mode.status == "failed" else [])
             yield agree
         if agree.status == "failed":
             yield self.skipped("training mode", "two eval passes differ already")
@@ -82,8 +83,10 @@ class ValidationStage(Stage):
         name = changed[0]
         path = name.rpartition(".")[0]
         owner = model.get_submodule(path)
-        statistics = "running" in name or "num_batches" in name or "ema" in name
-        likely = ["statistics"] if statistics else ["cache"] if "cache" in name else ["in_place"]
+        if name in dict(model.named_parameters()):
+            likely = ["in_place"]
+        else:
+            likely = ["cache"] if "cache" in name.lower() else ["statistics"]
         seen = f"An eval pass changed {len(changed)} of {len(kept)} tensors: {', '.join(changed[:4])}."
         place = {"module": path, "module_class": type(owner).__name__, "parameter": name}
         saved = any(each in model.state_dict() for each in changed)
@@ -92,7 +95,7 @@ class ValidationStage(Stage):
             return self.passed(title, f"{len(changed)} unsaved buffers change", expected, notes=[note])
         return self.failed(title, f"{len(changed)} changed", expected, finding("GG664", seen, likely=likely, **place))
 
-    def _twice(self, model: nn.Module, x: Tensor, seed: int) -> CheckResult:
+    def _twice(self, model: nn.Module, x: Tensor, seed: int, likely: list[str]) -> CheckResult:
         title = "two eval passes"
         one, other = repeatable(model, seed)(x), repeatable(model, seed + 1)(x)
         change, allowed = float(difference(one, other).max()), rounding(one)
@@ -102,8 +105,9 @@ class ValidationStage(Stage):
         blame = self._parting(model, x, seed, seed + 1)
         same_seed = float(difference(one, repeatable(model, seed)(x)).max())
         hidden = unregistered_modules(model)
-        likely = likely_noise(blame, random=same_seed <= allowed, hidden=bool(hidden), share=change / _largest(one))
-        seen = f"In eval mode the logits of one batch differ by {number(change)} (the largest is {number(_largest(one))})."
+        share = change / _largest(one)
+        likely = [*likely, *likely_noise(blame, random=same_seed <= allowed, hidden=bool(hidden), share=share)]
+        seen = f"In eval mode the logits of one batch differ by {number(change)}, {number(share)} of the largest."
         if hidden:
             seen += f" `{hidden[0]}` holds modules that are not registered, and that eval() does not reach."
         fields: dict[str, Any] = blame.named if blame is not None else {}
@@ -151,7 +155,7 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 def _differs(before: Tensor, now: Tensor) -> bool:
     if before.shape != now.shape or before.dtype != now.dtype:
         return True
-    return not torch.equal(before.nan_to_num(), now.nan_to_num()) if before.is_floating_point() else bool((before != now).any())
+    return float(difference(before, now).max()) > 0 if before.numel() else False
 
 
 def _largest(logits: Tensor) -> float:

@@ -1,0 +1,270 @@
+"""Small models for the stages that look at a model: a healthy GPT whose parts can be exchanged, and odd relatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+V, T, C, H = 23, 12, 16, 2
+
+
+class Attention(nn.Module):
+    """Causal attention; `mix` is what the variants exchange."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(C, 3 * C)
+        self.proj = nn.Linear(C, C)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def join(self, mixed: Tensor) -> Tensor:
+        return mixed.transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (H, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        out: Tensor = self.proj(self.join(self.mix(q, k, v)))
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, attention: Callable[[], nn.Module], dropout: float) -> None:
+        super().__init__()
+        self.ln1, self.attn, self.ln2 = nn.LayerNorm(C), attention(), nn.LayerNorm(C)
+        self.mlp: nn.Module = nn.Sequential(nn.Linear(C, 4 * C), nn.GELU(), nn.Linear(4 * C, C), nn.Dropout(dropout))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln1(x))
+        out: Tensor = x + self.mlp(self.ln2(x))
+        return out
+
+
+class GPT(nn.Module):
+    """A healthy GPT with tied weights: `(logits, loss)`."""
+
+    def __init__(self, attention: Callable[[], nn.Module] = Attention, dropout: float = 0.0, tie: bool = True) -> None:
+        super().__init__()
+        self.tok, self.pos = nn.Embedding(V, C), nn.Embedding(T, C)
+        self.blocks = nn.ModuleList(Block(attention, dropout) for _ in range(2))
+        self.ln = nn.LayerNorm(C)
+        self.head = nn.Linear(C, V, bias=False)
+        self.apply(self._init)
+        if tie:
+            self.head.weight = self.tok.weight
+
+    @staticmethod
+    def _init(module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+
+    def positions(self, idx: Tensor) -> Tensor:
+        return torch.arange(idx.size(1), device=idx.device)
+
+    def logits(self, idx: Tensor) -> Tensor:
+        x = self.tok(idx) + self.pos(self.positions(idx))
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(self.ln(x))
+        return out
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Any:
+        logits = self.logits(idx)
+        return logits, None if targets is None else self.loss(logits, targets)
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+class ShiftsInside(GPT):
+    """As Hugging Face: an object, and `labels` that are the ids themselves."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.logits(input_ids)
+        return Output(logits, None if labels is None else self.loss(logits[:, :-1], labels[:, 1:]))
+
+
+class LogitsOnly(GPT):
+    def forward(self, idx: Tensor) -> Any:  # type: ignore[override]  # it takes no targets
+        return self.logits(idx)
+
+
+class LastOnly(GPT):
+    """As nanoGPT: without targets only the last position."""
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Any:
+        logits = self.logits(idx)
+        return (logits[:, [-1]], None) if targets is None else (logits, self.loss(logits, targets))
+
+
+class Rotary(Attention):
+    """Rotary positions from a complex buffer."""
+
+    freqs: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        angles = torch.arange(T)[:, None] * torch.logspace(0, -2, C // H // 2)
+        self.register_buffer("freqs", torch.polar(torch.ones_like(angles), angles), persistent=False)
+
+    def turned(self, x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * self.freqs[: x.size(2)]).flatten(-2).type_as(x)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return super().mix(self.turned(q), self.turned(k), v)
+
+
+class LateTable(Attention):
+    """A table that is made at the first forward and kept in a buffer."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.empty(0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table.numel() < x.size(1):
+            self.table = torch.linspace(1, 2, x.size(1), device=x.device)
+        return super().forward(x) * self.table[: x.size(1), None].to(x.dtype)
+
+
+class Sliding(Attention):
+    """A window of four tokens."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        i = torch.arange(q.size(2), device=q.device)
+        near = (i[:, None] >= i) & (i[:, None] - i < 4)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=near)
+
+
+class Experts(nn.Module):
+    """Each token goes to its two best experts; with `capacity` an expert takes only the first tokens that ask."""
+
+    def __init__(self, capacity: int | None = None) -> None:
+        super().__init__()
+        self.router, self.capacity = nn.Linear(C, 4), capacity
+        self.experts = nn.ModuleList(nn.Linear(C, C) for _ in range(4))
+        self.balance = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        shares = self.router(flat).softmax(-1)
+        self.balance = shares.mean(0).square().sum()
+        weights, chosen = shares.topk(2, -1)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            row, slot = torch.where(chosen == number)
+            row, slot = row[: self.capacity], slot[: self.capacity]
+            out = out.index_add(0, row, expert(flat[row]) * weights[row, slot, None])
+        return out.view_as(x)
+
+
+class MoE(GPT):
+    """Experts in place of the MLP, and a loss term that balances them."""
+
+    def __init__(self, capacity: int | None = None) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.mlp = Experts(capacity)
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        balance = torch.stack([block.mlp.balance for block in self.blocks]).sum()
+        return super().loss(logits, targets) + 0.01 * balance
+
+
+class LowRank(nn.Module):
+    """A frozen layer and an adapter that begins at zero."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner.requires_grad_(False)
+        self.down, self.up = nn.Linear(C, 2, bias=False), nn.Linear(2, inner.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x) + self.up(self.down(x))
+        return out
+
+
+def lora() -> GPT:
+    model = GPT()
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.attn.qkv = LowRank(block.attn.qkv)
+    return model
+
+
+class EncoderAttention(Attention):
+    """Sees both sides, but no padding."""
+
+    padding: Tensor | None = None
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        real = None if self.padding is None else ~self.padding[:, None, None]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=real)
+
+
+class Encoder(GPT):
+    """A masked language model; id 0 is padding."""
+
+    def __init__(self, masked: bool = True) -> None:
+        super().__init__(EncoderAttention)
+        self.masked = masked
+
+    def logits(self, idx: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.attn.padding = (idx == 0) if self.masked else None
+        return super().logits(idx)
+
+
+def batch(rows: int = 4) -> tuple[Tensor, Tensor]:
+    """Random ids, never 0; y is x advanced by one."""
+    ids = torch.randint(1, V, (rows, T + 1))
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def masked_batch() -> tuple[Tensor, Tensor]:
+    """For the encoder: a third of the tokens is hidden, and only those have a label."""
+    x, _ = batch()
+    hidden = torch.zeros_like(x, dtype=torch.bool)
+    hidden[:, ::3] = True
+    return x.masked_fill(hidden, V - 1), x.masked_fill(~hidden, -100)
+
+
+HEALTHY: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "tied": (GPT, {}),
+    "untied": (lambda: GPT(tie=False), {}),
+    "dropout": (lambda: GPT(dropout=0.2), {}),
+    "bfloat16": (lambda: GPT().bfloat16(), {}),
+    "float64": (lambda: GPT().double(), {}),
+    "rotary": (lambda: GPT(Rotary), {}),
+    "late table": (lambda: GPT(LateTable), {}),
+    "sliding window": (lambda: GPT(Sliding), {}),
+    "experts": (MoE, {}),
+    "lora": (lora, {}),
+    "labels shifted inside": (ShiftsInside, {"same": True}),
+    "logits only": (LogitsOnly, {}),
+    "last position only": (LastOnly, {}),
+    "encoder": (Encoder, {"causal": False, "pad_id": 0, "masked": True}),
+}
+"""Name, how to build it, and how it is asked: `same` gives y = x, `masked` the batch of a masked language model."""
+
+
+def asked(options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments for `check` that belong to a healthy variant."""
+    rest = {name: value for name, value in options.items() if name not in ("same", "masked")}
+    x, y = masked_batch() if options.get("masked") else batch()
+    return {"batch": (x, x if options.get("same") else y), "vocab_size": V, "block_size": T, **rest}

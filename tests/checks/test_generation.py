@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))  # the module beside this file
 
-from generate_faults import BLOCK, V, TinyGPT, draw, with_generate, with_step
+from generate_faults import BLOCK, TinyGPT, V, draw, with_generate, with_step
 
 from gpt_guard.checks.base import Subject
 from gpt_guard.checks.generation import GenerationStage
@@ -418,7 +418,8 @@ class Knows(nn.Module):
     def __init__(self, text: Tensor, distort: str = "") -> None:
         super().__init__()
         size = len(CHARS)
-        counts = torch.full((size,) * 4, 0.001)
+        # A context that the text never has gets a distribution of its own.
+        counts = 0.001 * torch.rand((size,) * 4, generator=torch.Generator().manual_seed(2)) ** 4
         counts.index_put_(tuple(text[i : len(text) - 3 + i] for i in range(4)), torch.tensor(1.0), accumulate=True)
         self.logits = nn.Parameter((counts / counts.sum(-1, keepdim=True)).log())
         self.distort = distort

@@ -69,10 +69,10 @@ class Split(nn.Module):
 class Experts(nn.Module):
     """Each token goes to one of sixteen experts; those without a token are not called."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = 16) -> None:
         super().__init__()
-        self.router = nn.Linear(C, 16)
-        self.experts = nn.ModuleList(nn.Linear(C, C) for _ in range(16))
+        self.router = nn.Linear(C, count)
+        self.experts = nn.ModuleList(nn.Linear(C, C) for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
         weight, choice = self.router(x).softmax(-1).max(-1)
@@ -196,6 +196,13 @@ def test_healthy_models_pass(make: Callable[[], nn.Module]) -> None:
     facts: dict[str, Any] = {name: value for result in results for name, value in result.facts.items()}
     assert facts["grad_norm"] > 0
     assert facts["missing_gradients"] == []
+
+
+def test_sixty_four_experts_and_one_row() -> None:
+    x, y = batch()
+    results = checks(Around(Experts(64)), batch=(x[:1], y[:1]))
+    assert {result.status for result in results} == {"passed"}
+    assert "only on other inputs" in results[0].measured
 
 
 def test_a_head_of_another_task_is_worth_a_note_only() -> None:

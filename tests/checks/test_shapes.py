@@ -15,7 +15,8 @@ from gpt_guard.checks.report import PreflightReport
 from gpt_guard.checks.run import check
 from gpt_guard.checks.tokenizers import adapt
 
-from .small_gpt import GPT, HEALTHY, Attention, C, MoE, T, V, asked, batch
+from .small_gpt import GPT, Attention, C, T, V, batch
+from .variants import HEALTHY, MoE, asked
 
 
 class Changed(GPT):
@@ -94,7 +95,8 @@ def test_a_vocabulary_that_is_too_small_or_padded() -> None:
 
 def test_a_tokenizer_with_more_ids_than_scores() -> None:
     class Chars:
-        chars = [chr(ord("a") + number) for number in range(V + 2)]
+        def __init__(self) -> None:
+            self.chars = [chr(ord("a") + number) for number in range(V + 2)]
 
         def encode(self, text: str) -> list[int]:
             return [self.chars.index(char) for char in text]
@@ -173,7 +175,10 @@ def test_a_model_that_crops_says_so_and_passes_beyond_block_size() -> None:
     [
         (lambda logits: logits.squeeze(0), "squeeze()"),
         (lambda logits: logits.expand(-1, max(T, logits.size(1)), -1), "full length"),
-        (lambda logits: logits / logits.std(1, keepdim=True, correction=1) if logits.size(1) > 1 else logits / 0, "NaN"),
+        (
+            lambda logits: logits / logits.std(1, keepdim=True, correction=1) if logits.size(1) > 1 else logits / 0,
+            "NaN",
+        ),
     ],
 )
 def test_a_single_token_must_work(change: Callable[[Tensor], Tensor], cause: str) -> None:

@@ -80,7 +80,7 @@ def all_rows_begin_at_one_place(project: Project) -> None:
     project.get_batch = get_batch
 
 
-@mutant("batches", "GG602")
+@mutant("batches", "GG601")
 def ids_of_a_batch_are_floats(project: Project) -> None:
     def get_batch() -> tuple[Tensor, Tensor]:
         x, y = project.healthy_batch()
@@ -89,7 +89,7 @@ def ids_of_a_batch_are_floats(project: Project) -> None:
     project.get_batch = get_batch
 
 
-@mutant("batches", "GG601")
+@mutant("batches", "GG600")
 def targets_lack_the_last_position(project: Project) -> None:
     def get_batch() -> tuple[Tensor, Tensor]:
         x, y = project.healthy_batch()
@@ -107,7 +107,7 @@ def every_target_is_ignored(project: Project) -> None:
     project.get_batch = get_batch
 
 
-@mutant("batches", "GG631")
+@mutant("batches", "GG604")
 def a_target_is_beyond_the_vocabulary(project: Project) -> None:
     def get_batch() -> tuple[Tensor, Tensor]:
         x, y = project.healthy_batch()

@@ -56,7 +56,7 @@ def encode(text: str) -> Tensor:
 
 @dataclass
 class Project:
-    """Everything that `check` takes; `given` holds further arguments of it, such as pad_id and trained."""
+    """Everything that `check` takes; `given` holds further arguments of it, `patch` sets an attribute."""
 
     folder: Path
     config: Any = CONFIG
@@ -71,6 +71,7 @@ class Project:
     weights: dict[str, Tensor] | None = None
     checkpoint: Any = None
     given: dict[str, Any] = field(default_factory=dict)
+    patch: Callable[[Any, str, Any], None] = setattr
     _model: nn.Module | None = None
 
     @property
@@ -138,9 +139,10 @@ def healthy(folder: Path, *, trained: bool = False) -> Project:
 
 def payload(project: Project) -> dict[str, Any]:
     """A checkpoint as the example writes it."""
+    weights = project.model.state_dict() if project.weights is None else project.weights
     return {
         "config": dataclasses.asdict(CONFIG),
-        "model_state_dict": {name: value.clone() for name, value in project.model.state_dict().items()},
+        "model_state_dict": {name: value.clone() for name, value in weights.items()},
         "tokenizer_fingerprint": TOKENIZER.fingerprint,
         "step": 300 if project.weights is not None else 0,
     }

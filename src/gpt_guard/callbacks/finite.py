@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from gpt_guard.callbacks.finite_loss import is_loss, loss_of_module, loss_outsid
 from gpt_guard.callbacks.finite_state import bad_after_step, bad_at_start, bad_before_use
 from gpt_guard.callbacks.finite_words import bad_from_outside, bad_output, mask_seen, module_name, scaler_stuck
 from gpt_guard.hooks.frames import user_line
+from gpt_guard.hooks.graph import explain
 from gpt_guard.hooks.outputs import measure
 from gpt_guard.hooks.reach import reaches
 from gpt_guard.hooks.state import StateWatch
@@ -26,6 +28,9 @@ from gpt_guard.records import Finding, Moment, Observation
 
 # From its default scale of 65536 a healthy GradScaler is at 1 after 16 skips; a few more and nothing helps.
 _STUCK_SCALER = 20
+# A loss that has grown tenfold within the last few steps has run away: the non-finite value is its end, not its cause.
+_RECENT = 6
+_RUN_AWAY = 10.0
 
 
 class FiniteGuard(Guard):
@@ -60,6 +65,7 @@ class FiniteGuard(Guard):
         self.buffers = buffers
         self._masks: set[int] = set()
         self._skipped = 0
+        self._losses: deque[float] = deque(maxlen=_RECENT)
         self._begin()
 
     def _begin(self) -> None:
@@ -151,8 +157,13 @@ class FiniteGuard(Guard):
         if culprit.maker is None:
             return bad_from_outside(watch, culprit, here)
         if is_loss(watch, culprit):
-            return loss_of_module(watch, culprit, tensor, self._mask_names(), here)
-        return bad_output(watch, culprit, here)
+            return loss_of_module(watch, culprit, tensor, self._mask_names(), here, diverging=self._diverging())
+        operation = explain(tensor) if tensor is not None else None
+        return bad_output(watch, culprit, here, operation=operation, diverging=self._diverging())
+
+    def _diverging(self) -> bool:
+        """Whether the loss had run away before it, or anything else, became non-finite."""
+        return len(self._losses) > 1 and self._losses[-1] > _RUN_AWAY * min(self._losses) > 0.0
 
     def _mask_names(self) -> list[str]:
         return [self.watch.tap.names[index] for index in sorted(self._masks)]
@@ -181,7 +192,8 @@ class FiniteGuard(Guard):
             value = loss.item() if loss.numel() == 1 else math.nan
             self._bad_forward = self._bad_step = True
             here = {**self._here_now(), "moment": Moment.BEFORE_BACKWARD, "evaluation": False}
-            watch.submit(loss_outside(watch, value, loss, stats, self._mask_names(), here))
+            masks, diverging = self._mask_names(), self._diverging()
+            watch.submit(loss_outside(watch, value, loss, stats, masks, here, diverging=diverging))
 
     def after_backward(self) -> None:
         """Look at the gradients before clipping can spread one NaN to all of them."""
@@ -229,6 +241,8 @@ class FiniteGuard(Guard):
                 yield scaler_stuck(self.watch, self._skipped)
         elif seen.moment is Moment.BEFORE_STEP:
             self._skipped = 0
+            if seen.loss is not None and math.isfinite(seen.loss):
+                self._losses.append(seen.loss)
         if seen.moment is Moment.BEFORE_STEP:
             self._loss = None
             if seen.skipped or not self.watch.immediate:
@@ -250,7 +264,8 @@ class FiniteGuard(Guard):
                     yield bad_gradient(watch, trouble.what, trouble.loss, here)
                 else:
                     here["moment"] = Moment.BEFORE_BACKWARD
-                    yield loss_outside(watch, trouble.what, None, None, self._mask_names(), here)
+                    masks, diverging = self._mask_names(), self._diverging()
+                    yield loss_outside(watch, trouble.what, None, None, masks, here, diverging=diverging)
 
     def _judge_state(self, seen: Observation) -> Iterator[Finding]:
         for name, stats in self._state.turned_bad(seen.readings.get("finite.state", [])).items():

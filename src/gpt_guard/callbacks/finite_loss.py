@@ -10,13 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from gpt_guard.callbacks.blame import Blame
-from gpt_guard.callbacks.finite_words import GUARD, module_fields, module_name, shown_fields
+from gpt_guard.callbacks.finite_words import GUARD, module_fields, module_name, shown_fields, told
 from gpt_guard.catalogue import finding
+from gpt_guard.hooks.graph import Operation, explain
 from gpt_guard.hooks.reach import Labels, labels_of, operations
 from gpt_guard.hooks.tensors import walk
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, TensorStats
 
+# What the graph proves, under the names of this code's causes.
+_KEYS = {
+    "all_labels_ignored": "all_labels_ignored",
+    "bad_target": "bad_target",
+    "exp_overflow": "overflow",
+    "log_of_zero": "log_of_zero",
+    "log_or_div_zero": "division_by_zero",
+    "overflow_half": "overflow",
+}
 _IGNORE_INDEX = -100  # of torch's cross_entropy, and the label that data collators write
 
 
@@ -30,7 +40,7 @@ def is_loss(watch: Watch, culprit: Blame) -> bool:
 
 
 def loss_of_module(
-    watch: Watch, culprit: Blame, tensor: Tensor | None, masks: Sequence[str], here: dict[str, Any]
+    watch: Watch, culprit: Blame, tensor: Tensor | None, masks: Sequence[str], here: dict[str, Any], *, diverging: bool
 ) -> Finding:
     """The loss that a module returned is bad; `tensor` is None where it is no longer at hand."""
     assert culprit.maker is not None
@@ -48,6 +58,7 @@ def loss_of_module(
         position=f"output{shown.position}",
         tensor_stats=shown.stats,
         origin=f"{module_name(watch, culprit.maker)} made it where it computes the loss{after}.",
+        diverging=diverging,
         **here,
     )
 
@@ -59,6 +70,8 @@ def loss_outside(
     stats: TensorStats | None,
     masks: Sequence[str],
     here: dict[str, Any],
+    *,
+    diverging: bool,
 ) -> Finding:
     """The loss is bad although everything the model gave out was finite."""
     return _bad_loss(
@@ -69,6 +82,7 @@ def loss_outside(
         evidence={},
         tensor_stats=stats,
         origin="Every watched module output was finite: the code between the model's output and backward() made it.",
+        diverging=diverging,
         **here,
     )
 
@@ -81,6 +95,7 @@ def _bad_loss(
     *,
     evidence: dict[str, Any],
     tensor_stats: TensorStats | None,
+    diverging: bool,
     **fields: Any,
 ) -> Finding:
     labels = (labels_of(loss) if loss is not None else None) or _labels_given(watch)
@@ -90,12 +105,22 @@ def _bad_loss(
         evidence |= labels._asdict()
         if labels.supervised == 0:
             seen += f" 0 of {labels.labels} target positions are supervised (all are {labels.ignore_index})."
+    operation = explain(loss) if loss is not None else None
+    if operation is not None and operation.cause != "all_labels_ignored":
+        seen += told(operation)
     if made_by:
         evidence["operations"] = made_by
     if masks:
         evidence["neg_inf_outputs"] = list(masks)
-    likely = _likely(labels, made_by, masks, tensor_stats)
+    likely = [*_proven(operation, diverging=diverging), *_likely(labels, made_by, masks, tensor_stats)]
     return finding("GG102", seen, likely=likely, tensor=tensor_stats, evidence=evidence, guard=GUARD, **fields)
+
+
+def _proven(operation: Operation | None, *, diverging: bool) -> Iterable[str]:
+    if operation is not None:
+        yield _KEYS.get(operation.cause, "own_loss_code")
+    if diverging:
+        yield "diverged"
 
 
 def _likely(

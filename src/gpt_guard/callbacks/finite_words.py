@@ -10,6 +10,7 @@ from torch import nn
 
 from gpt_guard.callbacks.blame import Blame, Shown
 from gpt_guard.catalogue import finding
+from gpt_guard.hooks.graph import Operation
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, TensorStats
 
@@ -52,8 +53,13 @@ def shown_fields(shown: Shown) -> dict[str, Any]:
     return {"shape": list(shown.shape), "dtype": shown.dtype, "minimum": shown.low, "maximum": shown.high}
 
 
-def bad_output(watch: Watch, culprit: Blame, here: dict[str, Any]) -> Finding:
-    """A module made it, or its code between two of its children did."""
+def bad_output(
+    watch: Watch, culprit: Blame, here: dict[str, Any], *, operation: Operation | None, diverging: bool
+) -> Finding:
+    """A module made it, or its code between two of its children did.
+
+    `operation` is what the autograd graph proves about it; `diverging` tells that the loss had run away before.
+    """
     assert culprit.maker is not None
     shown, receiver = culprit.shown, culprit.receiver
     if receiver is None:
@@ -63,16 +69,28 @@ def bad_output(watch: Watch, culprit: Blame, here: dict[str, Any]) -> Finding:
         position = f"input{shown.position} of {watch.tap.names[receiver] or 'the model'}"
     return finding(
         "GG101",
-        f"{seen} {state_of(shown)}.{_masked(culprit)}",
-        likely=_likely(watch, culprit),
+        f"{seen} {state_of(shown)}.{_masked(culprit)}{told(operation)}",
+        likely=[*_proven(operation, diverging=diverging), *_likely(watch, culprit)],
         **module_fields(watch, culprit.maker),
         position=position,
         origin=_origin(watch, culprit),
         tensor=shown.stats,
-        evidence=_evidence(watch, culprit),
+        evidence=_evidence(watch, culprit) | ({"operation": operation.name} if operation else {}),
         guard=GUARD,
         **here,
     )
+
+
+def told(operation: Operation | None) -> str:
+    """What the graph shows, as a sentence."""
+    return f" The graph shows: {operation.shows}." if operation else ""
+
+
+def _proven(operation: Operation | None, *, diverging: bool) -> Iterable[str]:
+    if diverging:
+        yield "lr_too_high"
+    if operation is not None:
+        yield {"log_of_zero": "log_or_div_zero"}.get(operation.cause, operation.cause)
 
 
 def bad_from_outside(watch: Watch, culprit: Blame, here: dict[str, Any]) -> Finding:

@@ -22,7 +22,7 @@ _FAR = 10
 """A token that is this far down the model's list is no matter of a penalty or of a tie."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Step:
     """One new token: the text before it, the model's own logits for it `[V]`, what was chosen, and the call seen."""
 
@@ -152,6 +152,9 @@ def _judge(model: nn.Module, steps: list[Step], wrong: list[Step], limit: int | 
     """The finding for the cause that most of the steps show, even where the likeliest token happens to agree."""
     shown: Counter[str] = Counter(cause for step in steps if (cause := _cause(step, step in wrong, limit)) is not None)
     evidence = {"tokens": len(steps), "wrong": len(wrong), "shown": dict(shown)}
+    if wrong and not shown and (position := _other_position(steps)) is not None:
+        seen = f"{len(wrong)} of {len(steps)} tokens are not the likeliest; all are the likeliest by {position}"
+        return finding("GG681", seen, likely=["position"], evidence=evidence, cause_id="position")
     if shown and (wrong or shown.keys() & {"double_softmax", "crop_end", "prompt"}):
         cause = shown.most_common(1)[0][0]
         step = next(one for one in (wrong or steps) if _cause(one, one in wrong, limit) is not None)
@@ -185,8 +188,6 @@ def _cause(step: Step, wrong: bool, limit: int | None) -> str | None:
         last = call.logits[0, -1].float()
         if wrong and float((last - step.logits).abs().max()) > step.tolerance:
             return "short_context" if call.ids.size(1) < context.size(1) else None
-        if wrong and _other_position(call.logits[0].float(), step.chosen):
-            return "position"
     if step.draw is not None and _flattened(step.draw[0], step.logits):
         return "double_softmax"
     return None
@@ -201,9 +202,18 @@ def _misplaced(given: Tensor, running: Tensor) -> str | None:
     return "prompt"
 
 
-def _other_position(logits: Tensor, chosen: int) -> bool:
-    """Whether another position's likeliest token was chosen."""
-    return bool((logits[:-1].argmax(dim=-1) == chosen).any())
+def _other_position(steps: list[Step]) -> str | None:
+    """The position whose likeliest token was chosen in every step, counted from the end or the start; in words."""
+    shared: set[tuple[str, int]] | None = None
+    for step in steps:
+        if step.call is None or step.call.logits is None or step.call.logits.dim() != 3:
+            return None
+        likeliest = step.call.logits[0].argmax(dim=-1).tolist()
+        fits = {place for place, token in enumerate(likeliest) if token == step.chosen}
+        found = {("from the start", place) for place in fits} | {("", place - len(likeliest)) for place in fits}
+        shared = found if shared is None else shared & found
+    others = sorted(place for place in shared or () if place != ("", -1))
+    return f"logits[:, {others[0][1]}]" if others else None
 
 
 def _flattened(draw: Tensor, logits: Tensor) -> bool:
@@ -220,7 +230,6 @@ def _words(cause: str, step: Step) -> str:
     given = step.call.ids.size(1) if step.call is not None else 0
     text = step.running.size(1)
     return {
-        "position": f"the chosen token {step.chosen} is the likeliest of another position than the last",
         "crop_end": f"of {text} tokens the model was called on the first {given}, not the last",
         "prompt": f"the model was called on {given} tokens that are not the end of the {text} there were",
         "training": "the model was called in training mode",

@@ -13,8 +13,8 @@ from gpt_guard.checks.learned import CLEARLY, FEWEST, Corpus, bigram_loss, corpu
 from gpt_guard.checks.perturb import probe_ids, quiet, vocabulary
 from gpt_guard.checks.prompts import IGNORED, influence
 from gpt_guard.checks.random_state import seed_all
+from gpt_guard.checks.sampler_lines import CONTEXT, sampler, sampler_lines
 from gpt_guard.checks.samples import Loops, Yardstick, judge_chaos, judge_loops
-from gpt_guard.checks.sampler_lines import sampler, sampler_lines
 from gpt_guard.checks.user_generate import UserGenerate
 from gpt_guard.records import CheckResult, Severity
 
@@ -55,7 +55,10 @@ class GenerationStage(Stage):
         line, generate = sampler(self, model, prompts[:1], subject.block_size)
         yield line
         if generate is not None:
-            yield from sampler_lines(self, subject, generate, prompts[:1])
+            for result in sampler_lines(self, subject, generate, prompts[:1]):
+                if result.status == "failed" and result.title in CONTEXT:
+                    generate = None  # a text of some length cannot be had from it
+                yield result
         yield self._prompts(model, prompts, trained=subject.trained)
         yield from self._text(subject, text, prompts, generate)
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.base import Stage, Subject
 from gpt_guard.checks.first_loss import ALLOWED_ABOVE, FirstLoss, are_probabilities, cut, first_loss, scale_of_logits
-from gpt_guard.checks.forward import call, loss_of, takes_targets
+from gpt_guard.checks.forward import call, takes_targets
 from gpt_guard.checks.loss_lines import batch_shift, judge_form
-from gpt_guard.checks.loss_probe import form_of_loss
+from gpt_guard.checks.loss_probe import form_of_loss, project_loss
 from gpt_guard.checks.perturb import probe_ids, quiet
 from gpt_guard.records import CheckResult
 from gpt_guard.render import number
@@ -90,8 +90,9 @@ class InitialLossStage(Stage):
             found = first_loss(fresh, x, y, subject.ignore_index, int(subject.shifts_inside))
             if found is None:
                 return self.skipped(title, "no target counts, or the loss is not finite")
-            own = float(loss_of(fresh, x, y, subject.loss_fn, subject.ignore_index).float().mean())
-            return self._judge(title, fresh, subject, x, found, own)
+            own = project_loss(fresh, x, y, subject.loss_fn)
+            figure = found.loss if own is None else float(own.float().mean())
+            return self._judge(title, fresh, subject, x, found, figure)
 
     def _judge(
         self, title: str, fresh: nn.Module, subject: Subject, x: Tensor, found: FirstLoss, own: float

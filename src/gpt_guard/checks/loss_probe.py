@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt_guard.checks.base import LossFunction, Subject
+from gpt_guard.checks.first_loss import are_probabilities
 from gpt_guard.checks.forward import call
 from gpt_guard.checks.loss_forms import IGNORED, Form, Probe, recognise
 from gpt_guard.checks.output_layer import output_layer
@@ -48,18 +49,26 @@ def form_of_loss(model: nn.Module, subject: Subject) -> Form | None:
 def loss_at(model: nn.Module, x: Tensor, y: Tensor, loss_fn: LossFunction | None, seed: int) -> float:
     """The project's own loss, always with the same random numbers. Raises ValueError where there is none."""
     seed_all(seed)
-    output = call(model, x, y)
-    loss = loss_fn(output.logits, y) if loss_fn is not None else output.loss
+    loss = project_loss(model, x, y, loss_fn)
     if loss is None:
         raise ValueError("the model returns no loss, and no loss_fn was given")
     return float(loss.detach().double().mean())
+
+
+def project_loss(model: nn.Module, x: Tensor, y: Tensor, loss_fn: LossFunction | None) -> Tensor | None:
+    """`loss_fn(logits, y)`, else the model's own; None without either.
+
+    A model whose loss is computed outside is not given the targets: they may hold labels that its own would refuse.
+    """
+    return loss_fn(call(model, x).logits, y) if loss_fn is not None else call(model, x, y).loss
 
 
 def _tell_apart(model: nn.Module, x: Tensor, forward: Forward) -> Tensor:
     logits = forward(x)
     head = output_layer(model, x, logits.size(-1)).weight
     for _ in range(3):  # tied weights change the hidden states, too
-        spread = float(logits.float().std(-1).mean())
+        scores = logits.log() if are_probabilities(logits) else logits
+        spread = float(scores.float().std(-1).mean())
         if head is None or _FLAT <= spread <= _SHARP:
             break
         if spread < 1e-3:

@@ -16,6 +16,8 @@ from gpt_guard.checks.random_state import seed_all
 ROWS = 3
 LONGEST = 64
 """Rows and positions that are asked about: more show nothing new, and cost of attention grows with their square."""
+_LARGE, _LONGEST_IF_LARGE = 3 * 10**7, 24
+"""Parameters from which rows are cut shorter: a model of 124 million then takes half a minute on one core."""
 SAME_SHAPE = 64.0
 """Roundings allowed between two forwards of one shape. torch promises no bit-equality (its notes on numerical
 accuracy); a leak through an untrained attention layer of width 1000 is a thousand times as large in float32."""
@@ -95,7 +97,7 @@ def probe_ids(subject: Subject, rows: int = ROWS, length: int | None = None) -> 
         raise ValueError("neither a batch nor a vocabulary size is known")
     if length is None:
         limit = given.size(1) if given is not None else subject.block_size or 16
-        length = min(limit, subject.block_size or limit, LONGEST)
+        length = min(limit, subject.block_size or limit, _longest(subject.model))
     ids = torch.randint(vocab, (rows, length), generator=torch.Generator().manual_seed(subject.seed))
     if subject.pad_id is not None:
         ids = torch.where(ids == subject.pad_id, (ids + 1) % vocab, ids)
@@ -145,6 +147,11 @@ def across_shapes(values: Tensor) -> float:
     """
     eps = torch.finfo(values.dtype).eps if values.is_floating_point() else 1.0
     return rounding(values, eps**-0.5)
+
+
+def _longest(model: nn.Module | None) -> int:
+    parameters = sum(parameter.numel() for parameter in model.parameters()) if model is not None else 0
+    return LONGEST if parameters < _LARGE else _LONGEST_IF_LARGE
 
 
 def _device(subject: Subject) -> torch.device:

@@ -50,6 +50,7 @@ def reload(model: nn.Module, build: Callable[[], nn.Module], x: Tensor, seed: in
     state = _through_bytes(bare)
     if isinstance(state, Finding):
         return Reload(finding=state)
+    before = _logits(model, x, seed)
     seed_all(seed + 1)
     fresh = in_form_of(build(), bare)
     try:
@@ -58,7 +59,6 @@ def reload(model: nn.Module, build: Callable[[], nn.Module], x: Tensor, seed: in
         copy_weights(fresh, fit_weights(fresh, stored, None, True, voice), stored, True, voice)
     except CheckpointError as error:
         return Reload(finding=error.finding, names=len(state))
-    before = _logits(model, x, seed)
     outcome = _compare(before, _reloaded_logits(fresh, x, seed), len(state))
     if outcome.apart <= outcome.tolerance:
         return outcome
@@ -133,7 +133,8 @@ def _compare(one: Tensor, other: Tensor | None, names: int) -> Reload:
 def _explain(model: nn.Module, fresh: nn.Module, x: Tensor, seed: int, before: Tensor, apart: float) -> Finding:
     """Which of the differing values makes the logits equal when it is put back: that one is the cause."""
     start = f"the logits differ by up to {apart:.3g} after save and load"
-    changed = [name for name, value in fresh.state_dict().items() if _differs(value, model.state_dict().get(name))]
+    mine, theirs = _persistent(model), _persistent(fresh)
+    changed = [name for name, value in theirs.items() if _differs(value, mine.get(name))]
     evidence: dict[str, Any] = {"largest_difference": apart, "changed_entries": changed[:20]}
     if changed:
         seen = f"{start}: {len(changed)} entries of the state are others than were saved ({', '.join(changed[:3])})"
@@ -163,6 +164,17 @@ def _guilty(candidates: list[Lost], fresh: nn.Module, x: Tensor, seed: int, befo
         if now.apart <= now.tolerance:
             return put
     return []
+
+
+def _persistent(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers that belong into the state, read past a `state_dict` that may be overridden."""
+    left_out = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    buffers = {name: value for name, value in model.named_buffers() if name not in left_out}
+    return {**dict(model.named_parameters()), **buffers}
 
 
 def _differs(one: Any, other: Any) -> bool:

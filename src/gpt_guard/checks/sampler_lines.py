@@ -17,6 +17,8 @@ from gpt_guard.records import CheckResult, Severity
 
 COMPARED = 12
 """New tokens that are compared one by one: a sampling loop that is wrong is so from the first or second on."""
+CONTEXT = ("long prompt", "text past block_size")
+"""The lines that ask for more than block_size."""
 LONGEST = 4096
 """A block_size above this is not filled: one forward would take longer than all other checks."""
 
@@ -48,19 +50,19 @@ def sampler_lines(stage: Stage, subject: Subject, generate: UserGenerate, prompt
     """The likeliest tokens, mode, context, settings and seed of the model's own method."""
     model = subject.model
     assert model is not None, "the stage asks for it first"
+    # What does not crop must not be told of in every line: all but two stay within block_size.
+    room = _room(subject, prompt)
     yield _faithful(stage, model, subject, generate, prompt)
     yield _edge(stage, "mode", "eval mode, put back afterwards", edges.mode(model, generate, prompt))
     yield from _context(stage, model, subject, generate)
     yield from _settings(stage, model, subject, generate, prompt)
-    seeded = edges.same_seed(model, generate, prompt, COMPARED, subject.seed)
+    seeded = edges.same_seed(model, generate, prompt, room, subject.seed)
     yield _edge(stage, "same seed", "the same text", seeded)
 
 
 def _faithful(stage: Stage, model: nn.Module, subject: Subject, generate: UserGenerate, prompt: Tensor) -> CheckResult:
     title, expected = "likeliest tokens", "those of a full forward's last position"
-    limit = subject.block_size
-    room = COMPARED if limit is None else max(1, min(COMPARED, limit - prompt.size(1)))
-    done = compare(model, generate, prompt, room, limit=limit, seed=subject.seed)
+    done = compare(model, generate, prompt, _room(subject, prompt), limit=subject.block_size, seed=subject.seed)
     if not done.comparable:
         return stage.skipped(title, "generate draws in a way that cannot be made to take the likeliest")
     measured = f"{done.equal} of {done.total} equal"
@@ -78,7 +80,7 @@ def _context(stage: Stage, model: nn.Module, subject: Subject, generate: UserGen
         return
     ids = probe_ids(subject, 1, size + 4)
     expected = f"the last {size} tokens are looked at"
-    for title, length in (("long prompt", size + 4), ("text past block_size", max(1, size - 1))):
+    for title, length in zip(CONTEXT, (size + 4, max(1, size - 1)), strict=True):
         answer = edges.long_text(model, generate, ids, length, size, 4, subject.seed)
         yield _edge(stage, title, expected, answer)
 
@@ -97,6 +99,11 @@ def _settings(
         yield _edge(stage, "top_k", f"at most {vocab} tokens", answer)
 
 
+def _room(subject: Subject, prompt: Tensor) -> int:
+    limit = subject.block_size
+    return COMPARED if limit is None else max(1, min(COMPARED, limit - prompt.size(1)))
+
+
 def _edge(stage: Stage, title: str, expected: str, answer: edges.Answer) -> CheckResult:
     if answer.finding is not None:
         return stage.failed(title, answer.measured, expected, answer.finding)
@@ -106,4 +113,5 @@ def _edge(stage: Stage, title: str, expected: str, answer: edges.Answer) -> Chec
 def _takes_other(error: Exception) -> bool:
     words = str(error)
     called = isinstance(error, TypeError) and "generate()" in words
-    return called or (isinstance(error, (AttributeError, TypeError)) and "'Tensor' object" in words)
+    of_a_tensor = "'Tensor' object" in words or words.startswith("Tensor.")
+    return called or (isinstance(error, (AttributeError, TypeError)) and of_a_tensor)

@@ -13,6 +13,7 @@ from gpt_guard.checks.block_size import block_size_lines
 from gpt_guard.checks.foreign_device import Elsewhere, run_elsewhere
 from gpt_guard.checks.forward import UnknownOutput, call, takes_targets
 from gpt_guard.checks.logit_shape import distinct_sizes, layout_of, widths_of
+from gpt_guard.checks.loss_probe import project_loss
 from gpt_guard.checks.perturb import probe_ids, quiet, vocabulary
 from gpt_guard.checks.raised import raised
 from gpt_guard.records import CheckResult, Finding
@@ -106,8 +107,7 @@ class ShapesStage(Stage):
             return None
         x, y = subject.inputs
         x, y = x[:4, :length], y[:4, :length]
-        output = call(model, x, y)
-        loss = output.loss if subject.loss_fn is None else subject.loss_fn(output.logits, y)
+        loss = project_loss(model, x, y, subject.loss_fn)
         if loss is None:
             return self.skipped("loss", "the model takes targets and returns no loss as a tensor")
         title, expected = "loss", "one finite number"
@@ -119,7 +119,7 @@ class ShapesStage(Stage):
         if bool((y == subject.ignore_index).all()):
             likely = ["all_ignored"]
         else:
-            likely = ["log_of_zero"] if bool(output.logits.isfinite().all()) else ["logits"]
+            likely = ["log_of_zero"] if bool(call(model, x).logits.isfinite().all()) else ["logits"]
         seen = f"The loss is {number(float(loss))} before the first step."
         return self.failed(title, number(float(loss)), expected, finding("GG642", seen, likely=likely))
 

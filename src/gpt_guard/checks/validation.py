@@ -13,7 +13,7 @@ from gpt_guard.catalogue import finding
 from gpt_guard.checks.base import Stage, Subject
 from gpt_guard.checks.events import Blame, everything, first_difference, traced
 from gpt_guard.checks.mode_words import asks_for_mode, likely_noise, unregistered_modules
-from gpt_guard.checks.perturb import difference, probe_ids, quiet, repeatable, rounding, vocabulary
+from gpt_guard.checks.perturb import difference, other_ids, probe_ids, quiet, repeatable, rounding, vocabulary
 from gpt_guard.records import CheckResult, Severity
 from gpt_guard.render import number
 
@@ -40,12 +40,12 @@ class ValidationStage(Stage):
         model = subject.model
         if model is None:
             return
-        x = probe_ids(subject)
+        x, vocab = probe_ids(subject), vocabulary(subject) or 1
         with quiet(model):
             mode = self._mode(model, x, subject.seed)
             yield mode
             model.eval()
-            yield self._state(model, x, subject.seed)
+            yield self._state(model, x, vocab, subject.seed)
             agree = self._twice(model, x, subject.seed, ["mode"] if mode.status == "failed" else [])
             yield agree
         if agree.status == "failed":
@@ -71,12 +71,12 @@ class ValidationStage(Stage):
                 return self.failed(title, f"{len(left)} of {total} modules still train", expected, found)
         return self.passed(title, f"reaches {total} modules", expected)
 
-    def _state(self, model: nn.Module, x: Tensor, seed: int) -> CheckResult:
+    def _state(self, model: nn.Module, x: Tensor, vocab: int, seed: int) -> CheckResult:
         title, expected = "parameters and buffers", "unchanged by an eval pass"
         forward = repeatable(model, seed)
         forward(x)  # tables that are made at the first forward, as for rotary embeddings, are made now
         kept = {name: tensor.detach().clone() for name, tensor in _tensors(model)}
-        forward(x.flip(0))
+        forward(other_ids(x, vocab, torch.Generator().manual_seed(seed)) if vocab > 1 else x)
         changed = [name for name, tensor in _tensors(model) if name not in kept or _differs(kept[name], tensor)]
         if not changed:
             return self.passed(title, f"{len(kept)} unchanged", expected)

@@ -7,11 +7,14 @@ knows only operations that keep the tensor that tells (log its input, softmax it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from gpt_guard.hooks.reach import nodes
 
 _MOST_NODES = 400
 # Scores, scale, mask and the product they come from stand no further than this behind a softmax.
@@ -34,7 +37,7 @@ def explain(tensor: Tensor) -> Operation | None:
     """
     softmax: Operation | None = None
     left = _BEHIND_SOFTMAX
-    for node in _nodes(tensor):
+    for node in islice(nodes(tensor), _MOST_NODES):
         rule = _RULES.get(_operation(node))
         try:
             found = rule(node) if rule is not None else None
@@ -48,18 +51,6 @@ def explain(tensor: Tensor) -> Operation | None:
         if left == 0:
             break
     return softmax
-
-
-def _nodes(tensor: Tensor) -> Iterator[Any]:
-    """Breadth first from the tensor, so that what is nearest to it comes first."""
-    pending, seen = [tensor.grad_fn], set()
-    while pending and len(seen) < _MOST_NODES:
-        node = pending.pop(0)
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        pending.extend(parent for parent, _ in node.next_functions)
 
 
 def _operation(node: Any) -> str:

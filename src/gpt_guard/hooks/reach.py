@@ -15,7 +15,7 @@ _MOST_NODES = 200_000
 _OPERATIONS = 6
 
 
-def _nodes(loss: Tensor) -> Iterator[Any]:
+def nodes(loss: Tensor) -> Iterator[Any]:
     """Every node under the loss, each once, those nearest to it first."""
     if loss.grad_fn is None:
         return
@@ -33,7 +33,7 @@ def leaves(loss: Tensor) -> list[Tensor]:
     """The leaf tensors that `loss.backward()` would give a gradient to, each once; reads no values."""
     if loss.grad_fn is None:
         return [loss] if loss.requires_grad else []
-    return [node.variable for node in _nodes(loss) if hasattr(node, "variable")]
+    return [node.variable for node in nodes(loss) if hasattr(node, "variable")]
 
 
 def reaches(loss: Tensor, tensors: Iterable[Tensor]) -> bool:
@@ -49,7 +49,7 @@ def uses(loss: Tensor) -> dict[int, list[int]]:
     first entry tells when the gradient of this leaf begins. A leaf inside a reentrant checkpoint is not in the graph.
     """
     found: dict[int, list[int]] = {}
-    for node in _nodes(loss):
+    for node in nodes(loss):
         for parent, _ in node.next_functions:
             variable = getattr(parent, "variable", None)
             if variable is not None:
@@ -60,7 +60,7 @@ def uses(loss: Tensor) -> dict[int, list[int]]:
 def operations(loss: Tensor) -> list[str]:
     """The last few operations that made a loss, newest first, as autograd names them without its suffix."""
     names: list[str] = []
-    for node in _nodes(loss):
+    for node in nodes(loss):
         if len(names) == _OPERATIONS:
             break
         if not hasattr(node, "variable"):
@@ -81,7 +81,7 @@ def labels_of(loss: Tensor) -> Labels | None:
 
     None if there is none in the graph, or its tensors have been freed. Reads the targets.
     """
-    for node in _nodes(loss):
+    for node in nodes(loss):
         if not node.name().startswith("NllLoss"):
             continue
         try:

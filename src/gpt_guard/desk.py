@@ -58,7 +58,7 @@ class Desk:
         step = self._progress.step if finding.step is None else finding.step
         before = tuple(seen for seen in recent if seen.step < step)
         healthy = next((seen for seen in reversed(before) if not seen.skipped), None)
-        return finding.model_copy(update={"step": step, "history": recent, "last_healthy": healthy})
+        return finding.model_copy(update={"step": step, "history": before, "last_healthy": healthy})
 
     def open(self, header: dict[str, Any]) -> None:
         """Open all sinks."""

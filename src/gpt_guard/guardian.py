@@ -9,7 +9,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -193,16 +192,8 @@ class Guardian:
         What happens inside is marked as evaluation. Works inside and outside of an active Guardian.
         """
         model, _ = self._alive()
-        loop = self._session.loop if self._session is not None else None
-        before = loop.evaluating if loop is not None else False
-        if loop is not None:
-            loop.evaluating = True
-        try:
-            with evaluation_mode(model), torch.no_grad():
-                yield model
-        finally:
-            if loop is not None:
-                loop.evaluating = before
+        with evaluation_mode(model, self._session.loop if self._session is not None else None):
+            yield model
 
     def save(self, path: str | Path, **extra: Any) -> Path:
         """Write a checkpoint with all that a resume needs, stamped with what it belongs to; atomic, reads the device.

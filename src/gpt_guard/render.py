@@ -6,6 +6,7 @@ records are imported: an exception's message must never depend on anything that 
 
 from __future__ import annotations
 
+import os
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from math import isfinite
@@ -172,11 +173,17 @@ def _line_of_code(finding: Finding) -> list[str]:
     line = finding.where
     if line is None:
         return []
-    place = f"{line.file}:{line.line} in {line.function}"
+    place = f"{_from_here(line.file)}:{line.line} in {line.function}"
     room = WIDTH - _LABEL
     # A path is shortened at its front and never wrapped: its end, with the line number, is what gets copied.
     place = place if len(place) <= room else f"...{place[3 - room :]}"
     return block("line", f"{place}\n{line.text}")
+
+
+def _from_here(file: str) -> str:
+    """A file below the current folder by its path from there, as the person would open it."""
+    here = os.getcwd() + os.sep
+    return file.removeprefix(here)
 
 
 def _healthy(seen: Observation | None) -> str:

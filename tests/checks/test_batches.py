@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gpt_guard.checks.base import Subject
 from gpt_guard.checks.batches import BatchesStage, same_batch
+from gpt_guard.checks.forward import shifts_inside
 from gpt_guard.checks.run import check
-from gpt_guard.checks.shift import find_shift, loss_shifts, model_shifts
+from gpt_guard.checks.shift import find_shift, loss_shifts
 from gpt_guard.checks.tokenizers import adapt
 from gpt_guard.records import CheckResult, Severity
 from mini_gpt import MiniGPT, MiniGPTConfig
@@ -387,12 +388,11 @@ def test_which_losses_shift() -> None:
 
 
 def test_which_models_shift() -> None:
-    cpu = torch.device("cpu")
-    assert model_shifts(ShiftsInside(CONFIG), V, T, cpu) is True
-    for kind in (MiniGPT, IgnoresPadding, Smooths, IgnoresMinusOne):
-        assert model_shifts(kind(CONFIG), V, T, cpu) is False
-    assert model_shifts(Logits(CONFIG), V, T, cpu) is None
-    assert model_shifts(MiniGPT(CONFIG), V, T + 1, cpu) is None
+    x = torch.zeros(1, T, dtype=torch.int64)
+    assert shifts_inside(ShiftsInside(CONFIG), x, V)
+    for kind in (MiniGPT, IgnoresPadding, Smooths, IgnoresMinusOne, Logits):
+        assert not shifts_inside(kind(CONFIG), x, V)
+    assert not shifts_inside(MiniGPT(CONFIG), torch.zeros(1, T + 1, dtype=torch.int64), V)
 
 
 def test_few_or_constant_ids_may_be_equal() -> None:

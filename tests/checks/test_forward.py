@@ -162,6 +162,72 @@ def test_labels_that_are_shifted_inside_are_noticed(x: Tensor) -> None:
     assert not shifts_inside(Labels(), x[:, :2])
 
 
+class OtherLoss(Labels):
+    """A loss as `reduce` makes it of logits and targets."""
+
+    def __init__(self, reduce: Callable[[Tensor, Tensor], Tensor], shifted: bool) -> None:
+        super().__init__()
+        self.reduce, self.shifted = reduce, shifted
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> Result:
+        logits = self.logits(input_ids)
+        if labels is None:
+            return Result(logits)
+        if self.shifted:
+            return Result(logits, self.reduce(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()))
+        return Result(logits, self.reduce(logits.flatten(0, 1), labels.flatten()))
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "padding ignored": lambda logits, y: F.cross_entropy(logits, y, ignore_index=0),
+    "half ignored": lambda logits, y: F.cross_entropy(logits, torch.where(y > V // 2, y, -100)),
+    "label smoothing": lambda logits, y: F.cross_entropy(logits, y, label_smoothing=0.1),
+    "auxiliary term": lambda logits, y: F.cross_entropy(logits, y) + 0.3,
+}
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 20.0], ids=["untrained", "usual", "sure"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_of_another_kind_is_no_shift(name: str, scale: float) -> None:
+    padded = torch.zeros(4, 12, dtype=torch.int64)
+    padded[:, :5] = torch.randint(V, (4, 5))
+    for shifted in (True, False):
+        model = OtherLoss(LOSSES[name], shifted)
+        with torch.no_grad():
+            model.head.weight.mul_(scale)
+        assert shifts_inside(model, padded, V) is shifted
+
+
+def test_a_loss_without_the_first_position_is_no_shift() -> None:
+    class SkipsFirst(Labels):
+        def forward(self, input_ids: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> Result:
+            logits = self.logits(input_ids)
+            loss = None if labels is None else F.cross_entropy(logits[:, 1:].flatten(0, 1), labels[:, 1:].flatten())
+            return Result(logits, loss)
+
+    for _ in range(5):
+        assert not shifts_inside(SkipsFirst(), torch.zeros(1, 8, dtype=torch.int64), V)
+
+
+def test_equal_logits_show_no_shift(x: Tensor) -> None:
+    model = Labels()
+    for parameter in model.head.parameters():
+        nn.init.zeros_(parameter)
+    assert not shifts_inside(model, x)
+
+
+def test_only_ids_of_the_vocabulary_are_tried(x: Tensor) -> None:
+    seen: list[Tensor] = []
+
+    class Noting(Labels):
+        def forward(self, input_ids: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> Result:
+            seen.extend(part for part in (input_ids, labels) if part is not None)
+            return super().forward(input_ids, mask, labels)
+
+    assert shifts_inside(Noting(), x + 1000, V)
+    assert max(int(ids.max()) for ids in seen) < V
+
+
 def test_noticing_it_leaves_modes_alone(x: Tensor) -> None:
     model = Labels()
     model.head.eval()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,16 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parent))  # the module beside this file
-
-from generate_faults import BLOCK, TinyGPT, V, draw, with_generate, with_step
-
 from gpt_guard.checks.base import Subject
 from gpt_guard.checks.generation import GenerationStage
 from gpt_guard.checks.report import PreflightReport
 from gpt_guard.checks.run import preflight
 from gpt_guard.records import CheckResult, Severity
 from mini_gpt import MiniGPT, MiniGPTConfig
+
+from .generate_faults import BLOCK, TinyGPT, V, draw, with_generate, with_step
 
 
 def ask(model: nn.Module, **given: Any) -> PreflightReport:

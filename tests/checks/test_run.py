@@ -269,6 +269,77 @@ def test_a_model_that_cannot_be_called_is_left_to_the_stages() -> None:
     assert not subject.shifts_inside
 
 
+def ignoring(kind: type[MiniGPT] = MiniGPT) -> MiniGPT:
+    class IgnoresPadding(kind):  # type: ignore[valid-type, misc] # a class that is made for the test
+        def forward(self, token_ids: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+            logits, _ = super().forward(token_ids)
+            if targets is None:
+                return logits, None
+            return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=0)
+
+    return IgnoresPadding(MiniGPTConfig(V, T, 8, 2))
+
+
+def test_padding_that_the_loss_ignores_is_no_shift_inside() -> None:
+    x = torch.zeros(4, T, dtype=torch.int64)
+    x[:, :3] = torch.randint(1, V, (4, 3))
+    subject = Subject(model=ignoring(), batch=(x, x.roll(-1, 1)))
+    complete(subject)
+    assert not subject.shifts_inside
+
+
+def unusable(how: str) -> tuple[Tensor, Tensor]:
+    x = torch.randint(V, (2, T))
+    y = x.roll(-1, 1)
+    if how == "no values":
+        return x.to("meta"), y.to("meta")
+    if how == "no values in y":
+        return x, y.to("meta")
+    if how == "x out of range":
+        return x + V, y
+    return (x.float(), y) if how == "float" else (x, y + V)
+
+
+UNUSABLE = {
+    "no values": ("device", "GG602"),
+    "no values in y": ("device", "GG602"),
+    "x out of range": ("range", "GG631"),
+    "y out of range": ("range", "GG604"),
+    "float": ("dtype", "GG601"),
+}
+
+
+@pytest.mark.parametrize("how", UNUSABLE)
+def test_a_batch_that_no_model_takes_is_said_once(how: str) -> None:
+    model, asked = gpt(), ("batches", "shapes", "initial-loss", "gradients")
+    seen: list[Tensor] = []
+    model.register_forward_pre_hook(lambda module, given: seen.extend(part for part in given if part is not None))
+    title, code = UNUSABLE[how]
+    report = check(model, batch=unusable(how), only=asked)
+    assert title in [line.title for line in report.failed]
+    assert {line.stage for line in report.failed} == {"batches"}
+    assert code in report.counts
+    skipped = [line.measured for line in report.checks if line.stage in ("initial-loss", "gradients")]
+    assert len(skipped) == 2
+    assert all("the given one cannot be used" in why for why in skipped)
+    # The model is still asked, with ids that it has: those of the batch would end all work on a CUDA device.
+    assert [line.status for line in report.checks if line.stage == "shapes"].count("passed") >= 5
+    inside = [part for part in seen if how != "float" or not part.is_floating_point()]
+    assert all(0 <= int(part.min()) <= int(part.max()) < V for part in inside)
+
+
+def test_it_is_said_also_where_its_stage_is_left_out() -> None:
+    report = check(gpt(), batch=unusable("x out of range"), only=("shapes", "gradients"))
+    assert [(line.stage, line.title) for line in report.failed] == [("batches", "range")]
+    healthy = check(gpt(), batch=(torch.zeros(2, T).long(), torch.zeros(2, T).long()), only=("shapes",))
+    assert {line.stage for line in healthy.checks} == {"shapes"}
+
+
+def test_data_without_values_is_a_line() -> None:
+    report = check(gpt(), data=torch.randint(V, (100,)).to("meta"), only=("token-ids", "batches"))
+    assert {line.stage: line.status for line in report.checks} == {"token-ids": "failed", "batches": "skipped"}
+
+
 def test_batches_of_any_make() -> None:
     x, y = torch.zeros(4, 3).long(), torch.ones(4, 3).long()
     loader = DataLoader(TensorDataset(x, y), batch_size=2)

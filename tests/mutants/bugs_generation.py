@@ -22,7 +22,7 @@ def sampling(generate: Any) -> type[MiniGPT]:
 def draw(
     self: MiniGPT,
     ids: Tensor,
-    count: int,
+    max_new_tokens: int,
     temperature: float = 1.0,
     *,
     context: Any = lambda ids: ids[:, -BLOCK:],
@@ -30,7 +30,7 @@ def draw(
     cold: Any = lambda logits, temperature: logits / max(temperature, 1e-6),
 ) -> Tensor:
     """The usual loop, of which each mutant changes one thing."""
-    for _ in range(count):
+    for _ in range(max_new_tokens):
         logits = self(context(ids))[0][:, position]
         chosen = torch.multinomial(cold(logits, temperature).softmax(-1), 1)
         ids = torch.cat([ids, chosen], 1)
@@ -40,11 +40,11 @@ def draw(
 def in_eval(run: Any) -> Any:
     """Put a generate into eval mode and back, as a healthy one does."""
 
-    def generate(self: MiniGPT, ids: Tensor, count: int, temperature: float = 1.0) -> Tensor:
+    def generate(self: MiniGPT, ids: Tensor, max_new_tokens: int, temperature: float = 1.0) -> Tensor:
         was = self.training
         self.eval()
         try:
-            out: Tensor = run(self, ids, count, temperature)
+            out: Tensor = run(self, ids, max_new_tokens, temperature)
         finally:
             self.train(was)
         return out
@@ -54,57 +54,57 @@ def in_eval(run: Any) -> Any:
 
 @mutant("generation", "GG682", trained=True)
 def the_oldest_tokens_are_kept(project: Project) -> None:
-    def run(self: MiniGPT, ids: Tensor, count: int, temperature: float) -> Tensor:
-        return draw(self, ids, count, temperature, context=lambda ids: ids[:, :BLOCK])
+    def run(self: MiniGPT, ids: Tensor, max_new_tokens: int, temperature: float) -> Tensor:
+        return draw(self, ids, max_new_tokens, temperature, context=lambda ids: ids[:, :BLOCK])
 
     project.model_class = sampling(in_eval(run))
 
 
 @mutant("generation", "GG682", trained=True)
 def the_context_is_never_cropped(project: Project) -> None:
-    def run(self: MiniGPT, ids: Tensor, count: int, temperature: float) -> Tensor:
-        return draw(self, ids, count, temperature, context=lambda ids: ids)
+    def run(self: MiniGPT, ids: Tensor, max_new_tokens: int, temperature: float) -> Tensor:
+        return draw(self, ids, max_new_tokens, temperature, context=lambda ids: ids)
 
     project.model_class = sampling(in_eval(run))
 
 
 @mutant("generation", "GG681", trained=True)
 def the_first_position_is_sampled(project: Project) -> None:
-    def run(self: MiniGPT, ids: Tensor, count: int, temperature: float) -> Tensor:
-        return draw(self, ids, count, temperature, position=0)
+    def run(self: MiniGPT, ids: Tensor, max_new_tokens: int, temperature: float) -> Tensor:
+        return draw(self, ids, max_new_tokens, temperature, position=0)
 
     project.model_class = sampling(in_eval(run))
 
 
 @mutant("generation", "GG681", trained=True)
 def only_the_last_token_is_given(project: Project) -> None:
-    def run(self: MiniGPT, ids: Tensor, count: int, temperature: float) -> Tensor:
-        return draw(self, ids, count, temperature, context=lambda ids: ids[:, -1:])
+    def run(self: MiniGPT, ids: Tensor, max_new_tokens: int, temperature: float) -> Tensor:
+        return draw(self, ids, max_new_tokens, temperature, context=lambda ids: ids[:, -1:])
 
     project.model_class = sampling(in_eval(run))
 
 
 @mutant("generation", "GG684", trained=True)
 def temperature_multiplies(project: Project) -> None:
-    def run(self: MiniGPT, ids: Tensor, count: int, temperature: float) -> Tensor:
-        return draw(self, ids, count, temperature, cold=lambda logits, temperature: logits * temperature)
+    def run(self: MiniGPT, ids: Tensor, max_new_tokens: int, temperature: float) -> Tensor:
+        return draw(self, ids, max_new_tokens, temperature, cold=lambda logits, temperature: logits * temperature)
 
     project.model_class = sampling(in_eval(run))
 
 
 @mutant("generation", "GG683", trained=True)
 def generate_runs_in_training_mode(project: Project) -> None:
-    def generate(self: MiniGPT, ids: Tensor, count: int, temperature: float = 1.0) -> Tensor:
-        return draw(self, ids, count, temperature)
+    def generate(self: MiniGPT, ids: Tensor, max_new_tokens: int, temperature: float = 1.0) -> Tensor:
+        return draw(self, ids, max_new_tokens, temperature)
 
     project.model_class = sampling(generate)
 
 
 @mutant("generation", "GG683", trained=True)
 def generate_leaves_the_model_in_eval_mode(project: Project) -> None:
-    def generate(self: MiniGPT, ids: Tensor, count: int, temperature: float = 1.0) -> Tensor:
+    def generate(self: MiniGPT, ids: Tensor, max_new_tokens: int, temperature: float = 1.0) -> Tensor:
         self.eval()
-        return draw(self, ids, count, temperature)
+        return draw(self, ids, max_new_tokens, temperature)
 
     project.model_class = sampling(generate)
 
@@ -112,7 +112,7 @@ def generate_leaves_the_model_in_eval_mode(project: Project) -> None:
 @mutant("generation", "GG684", trained=True)
 def top_k_above_the_vocabulary_raises(project: Project) -> None:
     def generate(
-        self: MiniGPT, ids: Tensor, count: int, temperature: float = 1.0, top_k: int | None = None
+        self: MiniGPT, ids: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None
     ) -> Tensor:
         def cut(logits: Tensor, temperature: float) -> Tensor:
             logits = logits / max(temperature, 1e-6)
@@ -120,10 +120,10 @@ def top_k_above_the_vocabulary_raises(project: Project) -> None:
                 logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
             return logits
 
-        def run(self: MiniGPT, ids: Tensor, count: int, temperature: float) -> Tensor:
-            return draw(self, ids, count, temperature, cold=cut)
+        def run(self: MiniGPT, ids: Tensor, max_new_tokens: int, temperature: float) -> Tensor:
+            return draw(self, ids, max_new_tokens, temperature, cold=cut)
 
-        out: Tensor = in_eval(run)(self, ids, count, temperature)
+        out: Tensor = in_eval(run)(self, ids, max_new_tokens, temperature)
         return out
 
     project.model_class = sampling(generate)
@@ -131,8 +131,8 @@ def top_k_above_the_vocabulary_raises(project: Project) -> None:
 
 @mutant("generation", "GG688", trained=True)
 def the_default_temperature_is_four(project: Project) -> None:
-    def generate(self: MiniGPT, ids: Tensor, count: int, temperature: float = 4.0) -> Tensor:
-        out: Tensor = in_eval(draw)(self, ids, count, temperature)
+    def generate(self: MiniGPT, ids: Tensor, max_new_tokens: int, temperature: float = 4.0) -> Tensor:
+        out: Tensor = in_eval(draw)(self, ids, max_new_tokens, temperature)
         return out
 
     project.model_class = sampling(generate)
@@ -140,11 +140,11 @@ def the_default_temperature_is_four(project: Project) -> None:
 
 @mutant("generation", "GG681", trained=True)
 def the_likeliest_token_is_masked(project: Project) -> None:
-    def run(self: MiniGPT, ids: Tensor, count: int, temperature: float) -> Tensor:
+    def run(self: MiniGPT, ids: Tensor, max_new_tokens: int, temperature: float) -> Tensor:
         def cold(logits: Tensor, temperature: float) -> Tensor:
             logits = logits / max(temperature, 1e-6)
             return logits.scatter(1, logits.argmax(1, keepdim=True), -torch.inf)
 
-        return draw(self, ids, count, temperature, cold=cold)
+        return draw(self, ids, max_new_tokens, temperature, cold=cold)
 
     project.model_class = sampling(in_eval(run))

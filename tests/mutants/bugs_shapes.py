@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -155,23 +154,6 @@ def the_loss_is_a_sum(project: Project) -> None:
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
     project.model_class = with_forward("Summing", forward)
-
-
-@mutant("initial-loss", "GG659")
-def the_loss_is_in_bits(project: Project) -> None:
-    def forward(self: MiniGPT, ids: Tensor, targets: Tensor | None = None) -> Output:
-        logits, loss = MiniGPT.forward(self, ids, targets)
-        return logits, None if loss is None else loss / math.log(2)
-
-    project.model_class = with_forward("InBits", forward)
-
-
-@mutant("initial-loss", "GG656")
-def the_loss_is_a_squared_error(project: Project) -> None:
-    def squared(logits: Tensor, targets: Tensor) -> Tensor:
-        return F.mse_loss(logits, F.one_hot(targets, logits.size(-1)).to(logits.dtype))
-
-    project.given["loss_fn"] = squared
 
 
 class LoudHead(MiniGPT):

@@ -63,8 +63,11 @@ class Subject:
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor] | None:
-        """The batch on the model's device; whether it lies there by itself is asked by the stage for batches."""
-        if self.batch is None:
+        """The batch on the model's device; whether it lies there by itself is asked by the stage for batches.
+
+        None where there is no batch, or one on the meta device, which has no values to move.
+        """
+        if self.batch is None or any(part.is_meta for part in self.batch):
             return None
         first = next(iter(self.model.parameters()), None) if self.model is not None else None
         device = self.device if first is None else first.device

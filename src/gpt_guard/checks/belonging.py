@@ -16,8 +16,7 @@ from gpt_guard.checkpoint.layout import Stored
 from gpt_guard.checkpoint.say import Voice
 from gpt_guard.checkpoint.weights import copy_weights, fit_weights
 from gpt_guard.checks.base import Subject
-from gpt_guard.checks.forms import in_form_of, plain_device
-from gpt_guard.checks.forward import call
+from gpt_guard.checks.forms import in_form_of, logits_of, plain_device
 from gpt_guard.checks.perturb import difference, quiet, rounding
 from gpt_guard.checks.preserve import preserved
 from gpt_guard.checks.random_state import seed_all
@@ -124,4 +123,4 @@ def _answer(model: nn.Module, stored: Stored, x: Tensor, seed: int) -> Tensor | 
         return None
     seed_all(seed)
     with quiet(model):
-        return call(model, x).logits.detach()
+        return logits_of(model, x)

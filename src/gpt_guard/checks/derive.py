@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gpt_guard.checks.base import Subject
 from gpt_guard.checks.forward import shifts_inside
 from gpt_guard.checks.preserve import preserved
+from gpt_guard.checks.special import model_rows
 from gpt_guard.fingerprint import unwrap
 
 VOCAB_NAMES = ("vocab_size", "n_vocab", "vocabulary_size", "num_tokens", "n_tokens", "padded_vocab_size")
@@ -29,12 +30,14 @@ BLOCK_NAMES = (
 """How hand-written GPTs, nanoGPT, llama code and Hugging Face configs call the two sizes."""
 BATCH_SIZE = 8
 """Rows of a batch that is cut from the data: the batch size of the smallest common training configuration."""
+_LENGTH = 8
+_LONGEST = 64
 
 
 def complete(subject: Subject) -> None:
     """Fill in what can be derived, and note in `subject.sources` where it came from.
 
-    Runs the model once, without gradient and with its state restored, to see whether it shifts targets itself.
+    Runs the model on drawn ids, without gradient and with its state restored, to see whether it shifts targets itself.
     """
     model = subject.model
     if subject.config is None and model is not None:
@@ -45,7 +48,7 @@ def complete(subject: Subject) -> None:
         _take(subject, "block_size", _block_size(subject))
     if subject.make_model is None and model is not None and subject.config is not None:
         _take(subject, "make_model", _make_model(unwrap(model), subject.config))
-    if model is not None:
+    if model is not None and not subject.shifts_inside:
         subject.shifts_inside = _shifts_inside(subject, model)
     if subject.batch is None:
         _take(subject, "batch", _batch(subject))
@@ -126,22 +129,15 @@ def _like(fresh: nn.Module, model: nn.Module) -> nn.Module:
 
 
 def _shifts_inside(subject: Subject, model: nn.Module) -> bool:
-    x = _probe(subject)
-    # A model that cannot be called is for the stages to speak of: they say where and why.
-    with preserved(model), contextlib.suppress(Exception):
-        return x is not None and shifts_inside(model, x)
-    return False
-
-
-def _probe(subject: Subject) -> Tensor | None:
-    if subject.inputs is not None:
-        return subject.inputs[0]
-    if subject.vocab_size is None:
-        return None
-    first = next(iter(subject.model.parameters()), None) if subject.model is not None else None
-    length = min(subject.block_size or 8, 8)
-    ids = torch.arange(2 * length).view(2, length) % subject.vocab_size
-    return ids.to(subject.device if first is None else first.device)
+    """Asked with drawn ids: one of a batch that is out of range would end all work on a CUDA device."""
+    x = subject.inputs[0] if subject.inputs is not None else None
+    rows = model_rows(subject)
+    size = rows[0] if rows is not None else subject.vocab_size
+    if x is None and size is not None:
+        length = min(subject.block_size or _LENGTH, _LONGEST)
+        x = torch.zeros(1, length, dtype=torch.int64, device=_device_of(subject))
+    with preserved(model):
+        return x is not None and shifts_inside(model, x.long(), size)
 
 
 def _batch(subject: Subject) -> tuple[tuple[Tensor, Tensor], str] | None:
@@ -150,8 +146,9 @@ def _batch(subject: Subject) -> tuple[tuple[Tensor, Tensor], str] | None:
         first = next(iter(subject.batches()), None)
         return (first, "the first of the batches") if first is not None else None
     ids, length = subject.data.get("train"), subject.block_size
-    usable = ids is not None and ids.dim() == 1 and not ids.is_floating_point() and not ids.is_complex()
-    if ids is None or length is None or not usable or ids.numel() <= length:
+    if ids is None or length is None or ids.dim() != 1 or ids.numel() <= length:
+        return None
+    if ids.is_floating_point() or ids.is_complex() or ids.is_meta:
         return None
     starts = torch.linspace(0, ids.numel() - length - 1, BATCH_SIZE).long()
     # Cut first, then cast: uint16 has no gather, and a large file is not to be copied as int64.

@@ -18,6 +18,8 @@ from gpt_guard.checks.user_generate import UserGenerate
 from gpt_guard.checks.witness import Call, Witness, witnessing
 from gpt_guard.records import Finding, Severity
 
+_ROUNDED = 0.05
+"""Share of the logits' spread that a cache in half precision or int8 may cost."""
 _FAR = 10
 """A token that is this far down the model's list is no matter of a penalty or of a tie."""
 
@@ -155,9 +157,12 @@ def _judge(model: nn.Module, steps: list[Step], wrong: list[Step], limit: int | 
     if wrong and not shown and (position := _other_position(steps)) is not None:
         seen = f"{len(wrong)} of {len(steps)} tokens are not the likeliest; all are the likeliest by {position}"
         return finding("GG681", seen, likely=["position"], evidence=evidence, cause_id="position")
-    if shown and (wrong or shown.keys() & {"double_softmax", "crop_end", "prompt"}):
+    if shown:
         cause = shown.most_common(1)[0][0]
-        step = next(one for one in (wrong or steps) if _cause(one, one in wrong, limit) is not None)
+        step = next(one for one in steps if _cause(one, one in wrong, limit) == cause)
+        first = steps[0].call
+        if cause == "short_context" and first is not None and first.ids.size(1) >= steps[0].running.size(1) > 1:
+            cause = "cache"  # the prompt went in whole: what came after it was to be remembered
         seen = f"{len(wrong)} of {len(steps)} tokens are not the likeliest; {_words(cause, step)}"
         return finding("GG681", seen, likely=[cause], evidence=evidence, cause_id=cause)
     if not wrong:
@@ -184,10 +189,12 @@ def _cause(step: Step, wrong: bool, limit: int | None) -> str | None:
             return misplaced
     if wrong and call.training:
         return "training"
-    if call.logits is not None and call.logits.dim() == 3:
-        last = call.logits[0, -1].float()
-        if wrong and float((last - step.logits).abs().max()) > step.tolerance:
-            return "short_context" if call.ids.size(1) < context.size(1) else None
+    if call.logits is not None and call.logits.dim() == 3 and call.ids.size(1) < context.size(1):
+        apart = float((call.logits[0, -1].float() - step.logits).abs().max())
+        spread = float(step.logits.max() - step.logits.min())
+        # A cache of half precision or of small integers rounds, which is meant; other logits are not.
+        if apart > max(step.tolerance, _ROUNDED * spread):
+            return "short_context"
     if step.draw is not None and _flattened(step.draw[0], step.logits):
         return "double_softmax"
     return None
@@ -234,5 +241,6 @@ def _words(cause: str, step: Step) -> str:
         "prompt": f"the model was called on {given} tokens that are not the end of the {text} there were",
         "training": "the model was called in training mode",
         "short_context": f"the model was called on {given} of {text} tokens, and gave other logits than for all",
+        "cache": f"called on the last {given} of {text} tokens after the prompt, it gave other logits than for all",
         "double_softmax": "what is drawn from is the softmax of probabilities, not of logits",
     }[cause]

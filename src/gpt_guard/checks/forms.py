@@ -1,9 +1,11 @@
-"""Give a model that was built afresh the form of another one: dtypes, device, gradients on or off."""
+"""Models in one form: dtypes and devices of a model that was built afresh, logits of one that may need targets."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+
+from gpt_guard.checks.forward import call, takes_targets
 
 
 def in_form_of(fresh: nn.Module, model: nn.Module) -> nn.Module:
@@ -21,6 +23,11 @@ def in_form_of(fresh: nn.Module, model: nn.Module) -> nn.Module:
             dtype = other.dtype if tensor.is_floating_point() and other.is_floating_point() else tensor.dtype
             tensor.data = tensor.data.to(device=other.device, dtype=dtype)
     return fresh
+
+
+def logits_of(model: nn.Module, x: Tensor) -> Tensor:
+    """The logits `[B, T, V]` on ids `[B, T]`; a model that takes targets gets the ids for them, since some need any."""
+    return call(model, x, x if takes_targets(model) else None).logits.detach()
 
 
 def plain_device(tensor: Tensor) -> Tensor:

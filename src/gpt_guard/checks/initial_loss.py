@@ -113,7 +113,8 @@ class InitialLossStage(Stage):
         likely = ["targets"] if not large else scale.likely if scale is not None else []
         seen = (
             f"An untrained model has a loss of {number(found.loss)}; log {vocab} is {number(found.log_vocab)}. "
-            f"Its logits have a std of {number(found.spread)}, which alone costs {number(found.even - found.log_vocab)}. "
+            f"Its logits have a std of {number(found.spread)}, "
+            f"which costs {number(found.even - found.log_vocab)} by itself. "
         )
         words = scale.words if scale is not None else ""
         return self.failed(title, measured, expected, finding("GG650", seen + words, likely=likely), **facts)

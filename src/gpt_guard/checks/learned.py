@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt_guard.checks.base import Subject
-from gpt_guard.checks.forward import call
+from gpt_guard.checks.forms import logits_of
 
 FEWEST = 5_000
 MOST = 300_000
@@ -76,7 +76,7 @@ def held_out_loss(model: nn.Module, text: Corpus, limit: int | None) -> float:
     x = torch.stack([text.held_out[start : start + length] for start in starts])
     first = next(iter(model.parameters()), None)
     x = x.to(first.device) if first is not None else x
-    logits = call(model, x).logits.float()
+    logits = logits_of(model, x).float()
     skip = length // 4
     return float(F.cross_entropy(logits[:, skip:-1].flatten(0, 1), x[:, skip + 1 :].flatten()))
 

@@ -15,8 +15,7 @@ from gpt_guard.catalogue import finding
 from gpt_guard.checkpoint.layout import take_apart
 from gpt_guard.checkpoint.say import Voice
 from gpt_guard.checkpoint.weights import copy_weights, fit_weights
-from gpt_guard.checks.forms import in_form_of, plain_device
-from gpt_guard.checks.forward import call
+from gpt_guard.checks.forms import in_form_of, logits_of, plain_device
 from gpt_guard.checks.lost import Lost, lost, unsaved
 from gpt_guard.checks.perturb import difference, quiet, rounding
 from gpt_guard.checks.preserve import preserved
@@ -112,7 +111,7 @@ def _through_bytes(model: nn.Module) -> dict[str, Any] | Finding:
 def _logits(model: nn.Module, x: Tensor, seed: int) -> Tensor:
     seed_all(seed)
     with quiet(model):
-        return call(model, x).logits.detach()
+        return logits_of(model, x)
 
 
 def _reloaded_logits(fresh: nn.Module, x: Tensor, seed: int) -> Tensor | None:

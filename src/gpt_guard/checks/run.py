@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpt_guard.checks.base import LossFunction, Stage, Subject
+from gpt_guard.checks.batch_usable import UNUSABLE, BatchForm, unusable, without_batch
+from gpt_guard.checks.batches import BatchesStage
 from gpt_guard.checks.derive import complete
 from gpt_guard.checks.environment import describe
 from gpt_guard.checks.gather import gather
@@ -102,13 +104,27 @@ def preflight(subject: Subject, stages: Sequence[Stage], on_result: OnResult | N
     # The data is held once for all stages, since it is large and every stage only reads it.
     with preserved(tensors=subject.data.values()):
         complete(subject)
+        asked = subject
         for stage in stages:
+            if asked is subject and stage.number > BatchesStage.number and _bad_batch(subject, results, say):
+                asked = without_batch(subject)
             failed = {result.stage for result in results if result.status == "failed"}
             if blocked := [name for name in stage.after if name in failed]:
                 say(stage.skipped(stage.title, f"says nothing new while {' and '.join(blocked)} fails"))
             else:
-                _ask(stage, subject, say)
+                _ask(stage, asked, say)
     return _report(subject, results)
+
+
+def _bad_batch(subject: Subject, results: Sequence[CheckResult], say: Callable[[CheckResult], None]) -> bool:
+    """True where no model can be called with the batch; said here if the stage for batches was left out."""
+    lines = [result for result in results if result.stage == BatchesStage.name]
+    if lines or subject.batch is None:
+        return bool(unusable(lines))
+    _ask(BatchForm(), subject, lines.append)
+    for line in (bad := unusable(lines)):
+        say(line)
+    return bool(bad)
 
 
 def _ask(stage: Stage, subject: Subject, say: Callable[[CheckResult], None]) -> None:
@@ -131,7 +147,8 @@ def _ask(stage: Stage, subject: Subject, say: Callable[[CheckResult], None]) -> 
 
 def _lines(stage: Stage, subject: Subject) -> Iterator[CheckResult]:
     if why := stage.missing(subject):
-        yield stage.skipped(stage.title, why)
+        dropped = "batch" in why and subject.sources.get("batch") == UNUSABLE
+        yield stage.skipped(stage.title, f"{why}: {UNUSABLE}" if dropped else why)
     else:
         yield from stage.run(subject)
 

@@ -20,6 +20,9 @@ from gpt_guard.evaluation import evaluation_mode
 from gpt_guard.records import Finding
 
 
+_MISPLACED = ("crop_end", "prompt", "position")
+
+
 class Answer(NamedTuple):
     """What was measured, the finding that fails it, and those that are only worth knowing."""
 
@@ -53,7 +56,8 @@ def long_text(
     longest = max((call.ids.size(1) for call in seen.calls), default=0)
     if longest > block_size:
         return Answer(f"the model takes {longest} tokens, beyond block_size {block_size}")
-    wrong = done.finding if done.finding is not None and done.finding.severity == "error" else None
+    # A cache may rightly remember more than block_size: then other logits, and other tokens, are no fault.
+    wrong = done.finding if done.finding is not None and done.finding.cause_id in _MISPLACED else None
     return Answer(f"{done.equal} of {done.total} tokens as the logits of the last {block_size} say", wrong)
 
 

@@ -52,10 +52,12 @@ def sampler_lines(stage: Stage, subject: Subject, generate: UserGenerate, prompt
     assert model is not None, "the stage asks for it first"
     # What does not crop must not be told of in every line: all but two stay within block_size.
     room = _room(subject, prompt)
-    yield _faithful(stage, model, subject, generate, prompt)
+    faithful = _faithful(stage, model, subject, generate, prompt)
+    yield faithful
     yield _edge(stage, "mode", "eval mode, put back afterwards", edges.mode(model, generate, prompt))
     yield from _context(stage, model, subject, generate)
-    yield from _settings(stage, model, subject, generate, prompt)
+    if faithful.status != "failed":  # with other tokens than the likeliest a setting cannot be told from the fault
+        yield from _settings(stage, model, subject, generate, prompt)
     seeded = edges.same_seed(model, generate, prompt, room, subject.seed)
     yield _edge(stage, "same seed", "the same text", seeded)
 

@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.base import LossFunction
-from gpt_guard.checks.forward import call
 from gpt_guard.records import Finding
 
 SHIFTS = (1, 0, 2, -1, 3, -2, 4, 5, 6, 7, 8)
@@ -90,28 +89,6 @@ def loss_shifts(loss_fn: LossFunction, vocab_size: int, device: torch.device) ->
     here = F.cross_entropy(logits.flatten(0, 1), y.flatten())
     following = F.cross_entropy(logits[:, :-1].flatten(0, 1), y[:, 1:].flatten())
     return bool(loss.dim() == 0 and torch.isclose(loss, following, rtol=1e-3) and not torch.isclose(loss, here))
-
-
-def model_shifts(model: nn.Module, vocab_size: int, length: int, device: torch.device) -> bool | None:
-    """True where the model's own loss compares logits at t with target t + 1; None where it has no such loss.
-
-    On random targets the two means differ clearly, whatever the model has learned. One forward in eval mode, without
-    gradient; the mode is left at eval.
-    """
-    draw = torch.Generator().manual_seed(0)
-    x, y = (torch.randint(vocab_size, (4, length), generator=draw).to(device) for _ in range(2))
-    model.eval()
-    try:
-        with torch.no_grad():
-            logits, loss = call(model, x, y)
-    except Exception:  # how the model is called is asked by the stages for it
-        return None
-    if loss is None or loss.dim() or logits.shape[:2] != y.shape:
-        return None
-    here = F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
-    following = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), y[:, 1:].flatten())
-    # A loss that leaves out some id is off both means: nearer is not enough.
-    return bool((loss - following).abs() < 0.1 * (loss - here).abs())
 
 
 def _fit(x: Tensor, y: Tensor, k: int, ignore_index: int) -> tuple[Tensor, Tensor]:

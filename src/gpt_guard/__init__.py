@@ -15,6 +15,23 @@ if TYPE_CHECKING:
     from gpt_guard.callbacks.lr import LRTracker
     from gpt_guard.callbacks.param_delta import ParamDeltaProbe
     from gpt_guard.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
+    from gpt_guard.checks.asserts import CheckFailed
+    from gpt_guard.checks.asserts_checkpoint import assert_checkpoint_roundtrip
+    from gpt_guard.checks.asserts_data import assert_ids_in_range, assert_roundtrip, assert_shifted
+    from gpt_guard.checks.asserts_model import (
+        assert_batch_independent,
+        assert_causal,
+        assert_eval_deterministic,
+        assert_initial_loss,
+    )
+    from gpt_guard.checks.asserts_training import (
+        assert_gradients_reach_all,
+        assert_overfits,
+        assert_step_changes_parameters,
+    )
+    from gpt_guard.checks.report import PreflightReport
+    from gpt_guard.checks.run import check
+    from gpt_guard.compare import Change, compare_reports
     from gpt_guard.errors import (
         BlindError,
         CheckpointError,
@@ -25,13 +42,15 @@ if TYPE_CHECKING:
         GuardUsageError,
         ModeError,
         NonFiniteError,
+        PreflightError,
         ProcessError,
         ScheduleError,
         UpdateError,
     )
     from gpt_guard.fingerprint import Fingerprint, tokenizer_digest
     from gpt_guard.guardian import Guardian
-    from gpt_guard.records import Action, Finding, Moment, Observation, Report, Severity
+    from gpt_guard.records import Action, CheckResult, Finding, Moment, Observation, Report, Severity
+    from gpt_guard.report_file import read_report
     from gpt_guard.runlog import RunLog, read_run
     from gpt_guard.sinks.base import Sink
     from gpt_guard.sinks.console import ConsoleSink
@@ -40,6 +59,9 @@ if TYPE_CHECKING:
 _HOME = {
     "Action": "records",
     "BlindError": "errors",
+    "Change": "compare",
+    "CheckFailed": "checks.asserts",
+    "CheckResult": "records",
     "CheckpointError": "errors",
     "CheckpointFingerprint": "callbacks.fingerprint",
     "ConsoleSink": "sinks.console",
@@ -63,6 +85,8 @@ _HOME = {
     "NonFiniteError": "errors",
     "Observation": "records",
     "ParamDeltaProbe": "callbacks.param_delta",
+    "PreflightError": "errors",
+    "PreflightReport": "checks.report",
     "ProcessError": "errors",
     "Report": "records",
     "RunLog": "runlog",
@@ -70,7 +94,21 @@ _HOME = {
     "Severity": "records",
     "Sink": "sinks.base",
     "UpdateError": "errors",
+    "assert_batch_independent": "checks.asserts_model",
+    "assert_causal": "checks.asserts_model",
+    "assert_checkpoint_roundtrip": "checks.asserts_checkpoint",
+    "assert_eval_deterministic": "checks.asserts_model",
+    "assert_gradients_reach_all": "checks.asserts_training",
+    "assert_ids_in_range": "checks.asserts_data",
+    "assert_initial_loss": "checks.asserts_model",
+    "assert_overfits": "checks.asserts_training",
+    "assert_roundtrip": "checks.asserts_data",
+    "assert_shifted": "checks.asserts_data",
+    "assert_step_changes_parameters": "checks.asserts_training",
+    "check": "checks.run",
+    "compare_reports": "compare",
     "load_checkpoint": "checkpoint",
+    "read_report": "report_file",
     "read_run": "runlog",
     "save_checkpoint": "checkpoint",
     "tokenizer_digest": "fingerprint",
@@ -79,6 +117,9 @@ _HOME = {
 __all__ = [
     "Action",
     "BlindError",
+    "Change",
+    "CheckFailed",
+    "CheckResult",
     "CheckpointError",
     "CheckpointFingerprint",
     "ConsoleSink",
@@ -102,6 +143,8 @@ __all__ = [
     "NonFiniteError",
     "Observation",
     "ParamDeltaProbe",
+    "PreflightError",
+    "PreflightReport",
     "ProcessError",
     "Report",
     "RunLog",
@@ -109,7 +152,21 @@ __all__ = [
     "Severity",
     "Sink",
     "UpdateError",
+    "assert_batch_independent",
+    "assert_causal",
+    "assert_checkpoint_roundtrip",
+    "assert_eval_deterministic",
+    "assert_gradients_reach_all",
+    "assert_ids_in_range",
+    "assert_initial_loss",
+    "assert_overfits",
+    "assert_roundtrip",
+    "assert_shifted",
+    "assert_step_changes_parameters",
+    "check",
+    "compare_reports",
     "load_checkpoint",
+    "read_report",
     "read_run",
     "save_checkpoint",
     "tokenizer_digest",

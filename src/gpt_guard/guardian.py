@@ -30,6 +30,7 @@ from gpt_guard.session import Session
 from gpt_guard.sinks.base import Sink
 from gpt_guard.sinks.console import ConsoleSink
 from gpt_guard.sinks.jsonl import JsonlSink
+from gpt_guard.sinks.report import ReportSink
 
 
 class Guardian:
@@ -50,7 +51,7 @@ class Guardian:
     - `guards`: None for the default set, or exactly the guards to use, e.g. `[FiniteGuard(), LRTracker()]`.
     - `scheduler`: one or several learning-rate schedulers, so that LRTracker can tell what they do.
     - `scaler`: only needed for a scaler that is no `torch.amp.GradScaler`; those are noticed by themselves.
-    - `run_dir`: folder for the run log `steps.jsonl`; None writes no file.
+    - `run_dir`: folder for the run log `steps.jsonl` and, at the end, `run_report.json`; None writes no file.
     - `sinks`: None for the console; otherwise exactly these, besides the run log.
     - `policy`: what to do about which finding, see `gpt_guard.policy.Policy`; `strict` halts on every error.
     - `tokenizer`, `config`: what this run belongs to, for its fingerprint.
@@ -92,7 +93,7 @@ class Guardian:
         self.guards = tuple(default_guards(tokenizer, config) if guards is None else checked_guards(guards))
         self._progress = Progress(start_step, len(optimizers))
         outputs: list[Sink] = [ConsoleSink(summary=summary)] if sinks is None else list(sinks)
-        outputs += [] if run_dir is None else [JsonlSink(run_dir)]
+        outputs += [] if run_dir is None else [ReportSink(run_dir), JsonlSink(run_dir)]
         self._belongings = {"tokenizer": tokenizer, "config": config}
         self._desk = Desk(Policy(policy, strict=strict), outputs, self._progress)
         self._session: Session | None = None

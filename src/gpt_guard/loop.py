@@ -185,7 +185,7 @@ class Loop:
         if self._open[index]:
             return
         seen, self._observed = self._observed, None
-        self._gradients.mark()
+        self._gradients.remember()
         self._clearing[index].step_ended(self._gradients.state)
         try:
             if seen is None:

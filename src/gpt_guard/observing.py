@@ -55,23 +55,31 @@ def observe(
         if grad_norm is None:
             norms, grad_norm = now, clipped_norm
     losses = [readings.pop(name) for name in list(readings) if name.startswith("loss.")]
-    return _BLANK.model_copy(
-        update={
-            "loss": float(sum(losses)) if losses else None,
-            "lr": tuple(readings.pop(name) for name in list(readings) if name.startswith("lr.")),
-            "grad_norm": grad_norm,
-            "grad_norm_clipped": clipped_norm,
-            "clipped": _clipped(grad_norm, clipped_norm),
-            "grad_norms": norms,
-            "readings": readings,
-            "metrics": {},
-            **facts,
-        }
-    )
+    facts |= {
+        "loss": float(sum(losses)) if losses else None,
+        "lr": tuple([readings.pop(name) for name in list(readings) if name.startswith("lr.")]),
+        "grad_norm": grad_norm,
+        "grad_norm_clipped": clipped_norm,
+        "clipped": _clipped(grad_norm, clipped_norm),
+        "grad_norms": norms,
+        "readings": readings,
+        "metrics": {},
+    }
+    return _with(_BLANK, facts)
 
 
-# A copy takes a tenth of the time of making one, with or without validation.
 _BLANK = Observation(step=0, moment=Moment.BEFORE_STEP)
+
+
+def _with(seen: Observation, changes: dict[str, Any]) -> Observation:
+    """`seen.model_copy(update=changes)` in a third of its time: it runs twice a step, and checks nothing either."""
+    made = Observation.__new__(Observation)
+    fill = object.__setattr__
+    fill(made, "__dict__", seen.__dict__ | changes)
+    fill(made, "__pydantic_fields_set__", seen.__pydantic_fields_set__.union(changes))
+    fill(made, "__pydantic_extra__", None)
+    fill(made, "__pydantic_private__", None)
+    return made
 
 
 def _named(names: list[str], norms: list[float], keep: set[str] | None) -> dict[str, float]:
@@ -88,12 +96,13 @@ def _clipped(before: float | None, after: float | None) -> bool | None:
 
 def complete(seen: Observation, late: Readings, step_time: float | None) -> Observation:
     """The same observation with what was measured after the step."""
-    return seen.model_copy(
-        update={
+    return _with(
+        seen,
+        {
             "moment": Moment.AFTER_STEP,
             "update_ratio": late.pop("update_ratio", None),
             "max_update": late.pop("max_update", None),
             "step_time": step_time,
             "readings": late,
-        }
+        },
     )

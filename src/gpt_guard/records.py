@@ -7,9 +7,13 @@ strings "NaN", "Infinity" and "-Infinity", since JSON has no numbers for them an
 from __future__ import annotations
 
 from enum import StrEnum
+from os import PathLike
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from gpt_guard.atomic import replacing
 
 RUN_SCHEMA = "gpt_guard.run/1"
 REPORT_SCHEMA = "gpt_guard.report/1"
@@ -209,3 +213,10 @@ class Report(Record):
     checks: tuple[CheckResult, ...] = ()
     findings: tuple[Finding, ...] = ()
     counts: dict[str, int] = Field(default_factory=dict, description="occurrences by code, repeats included")
+
+    def save(self, path: str | PathLike[str]) -> Path:
+        """Write the report as JSON, whole or not at all; NaN and the infinities survive. Raises OSError."""
+        path = Path(path)
+        with replacing(path) as stream:
+            stream.write(self.model_dump_json(indent=2).encode())
+        return path

@@ -11,6 +11,8 @@ from gpt_guard.errors import GuardUsageError
 from gpt_guard.records import REPORT_SCHEMA, Report
 from gpt_guard.render import clean
 
+RUN_REPORT_FILE = "run_report.json"
+"""In a run_dir; `gpt-guard check --json` writes elsewhere, so that neither takes the other's place."""
 MAX_REPORT_BYTES = 64 * 2**20
 """A report has some tens of kilobytes; far above, it is no report."""
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-import torch
 from pydantic import JsonValue
 from torch import nn
 from torch.optim import Optimizer
@@ -15,21 +13,7 @@ from gpt_guard.callbacks.base import Guard
 from gpt_guard.desk import Desk
 from gpt_guard.progress import Progress
 from gpt_guard.records import Report
-
-
-def environment(model: nn.Module | None) -> dict[str, str]:
-    """Versions and device of this run, as strings."""
-    facts = {
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "platform": platform.platform(),
-        "threads": str(torch.get_num_threads()),
-    }
-    if model is not None:
-        tensors = [*model.parameters(), *model.buffers()]
-        facts["device"] = ", ".join(sorted({str(tensor.device) for tensor in tensors})) or "none"
-        facts["dtype"] = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})) or "none"
-    return facts
+from gpt_guard.surroundings import surroundings
 
 
 def make_report(
@@ -38,7 +22,7 @@ def make_report(
     """The report as of now; reads nothing from the device. `model` is None where it no longer exists."""
     digests, unseen = _fingerprint(guards)
     return Report(
-        environment=environment(model),
+        environment=surroundings(model),
         model=type(model).__name__ if model is not None else "",
         parameters=sum(parameter.numel() for parameter in model.parameters()) if model is not None else 0,
         guards=tuple(guard.name for guard in guards),
@@ -73,5 +57,5 @@ def header(
         "guards": [guard.name for guard in guards],
         "step": step,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "environment": dict(environment(model)),
+        "environment": dict(surroundings(model)),
     }

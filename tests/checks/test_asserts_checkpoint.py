@@ -47,6 +47,9 @@ def test_a_layer_in_a_list_fails_and_says_which() -> None:
 def test_a_model_that_cannot_be_built_anew_needs_a_factory() -> None:
     with pytest.raises(GuardUsageError, match="make_model"):
         assert_checkpoint_roundtrip(Listed())
+    model = mini()
+    with pytest.raises(GuardUsageError, match="the model itself"):
+        assert_checkpoint_roundtrip(model, make_model=lambda: model)
 
 
 def test_state_and_random_numbers_are_left_alone() -> None:

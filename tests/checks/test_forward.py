@@ -209,6 +209,13 @@ def test_a_loss_without_the_first_position_is_no_shift() -> None:
         assert not shifts_inside(SkipsFirst(), torch.zeros(1, 8, dtype=torch.int64), V)
 
 
+def test_two_ids_are_enough_and_one_is_not() -> None:
+    for _ in range(5):
+        assert shifts_inside(Labels(), torch.tensor([[0, 1, 0, 1]]))
+        assert not shifts_inside(Dictionary(), torch.tensor([[0, 1, 0, 1]]))
+    assert not shifts_inside(Labels(), torch.zeros(1, 4, dtype=torch.int64))
+
+
 def test_equal_logits_show_no_shift(x: Tensor) -> None:
     model = Labels()
     for parameter in model.head.parameters():

@@ -52,7 +52,7 @@ def in_eval(run: Any) -> Any:
     return generate
 
 
-@mutant("generation", "GG682", trained=True)
+@mutant("generation", "GG681", trained=True)
 def the_oldest_tokens_are_kept(project: Project) -> None:
     def run(self: MiniGPT, ids: Tensor, max_new_tokens: int, temperature: float) -> Tensor:
         return draw(self, ids, max_new_tokens, temperature, context=lambda ids: ids[:, :BLOCK])
@@ -93,8 +93,9 @@ def temperature_multiplies(project: Project) -> None:
 
 
 @mutant("generation", "GG683", trained=True)
-def generate_runs_in_training_mode(project: Project) -> None:
+def generate_switches_to_training_mode(project: Project) -> None:
     def generate(self: MiniGPT, ids: Tensor, max_new_tokens: int, temperature: float = 1.0) -> Tensor:
+        self.train()
         return draw(self, ids, max_new_tokens, temperature)
 
     project.model_class = sampling(generate)
@@ -110,23 +111,22 @@ def generate_leaves_the_model_in_eval_mode(project: Project) -> None:
 
 
 @mutant("generation", "GG684", trained=True)
-def top_k_above_the_vocabulary_raises(project: Project) -> None:
+def top_k_is_ignored(project: Project) -> None:
     def generate(
         self: MiniGPT, ids: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None
     ) -> Tensor:
-        def cut(logits: Tensor, temperature: float) -> Tensor:
-            logits = logits / max(temperature, 1e-6)
-            if top_k is not None:
-                logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
-            return logits
-
-        def run(self: MiniGPT, ids: Tensor, max_new_tokens: int, temperature: float) -> Tensor:
-            return draw(self, ids, max_new_tokens, temperature, cold=cut)
-
-        out: Tensor = in_eval(run)(self, ids, max_new_tokens, temperature)
+        out: Tensor = in_eval(draw)(self, ids, max_new_tokens, temperature)
         return out
 
     project.model_class = sampling(generate)
+
+
+@mutant("generation", "GG681", trained=True)
+def softmax_is_applied_twice_before_the_draw(project: Project) -> None:
+    def run(self: MiniGPT, ids: Tensor, max_new_tokens: int, temperature: float) -> Tensor:
+        return draw(self, ids, max_new_tokens, temperature, cold=lambda logits, temperature: logits.softmax(-1))
+
+    project.model_class = sampling(in_eval(run))
 
 
 @mutant("generation", "GG688", trained=True)
@@ -136,15 +136,3 @@ def the_default_temperature_is_four(project: Project) -> None:
         return out
 
     project.model_class = sampling(generate)
-
-
-@mutant("generation", "GG681", trained=True)
-def the_likeliest_token_is_masked(project: Project) -> None:
-    def run(self: MiniGPT, ids: Tensor, max_new_tokens: int, temperature: float) -> Tensor:
-        def cold(logits: Tensor, temperature: float) -> Tensor:
-            logits = logits / max(temperature, 1e-6)
-            return logits.scatter(1, logits.argmax(1, keepdim=True), -torch.inf)
-
-        return draw(self, ids, max_new_tokens, temperature, cold=cold)
-
-    project.model_class = sampling(in_eval(run))

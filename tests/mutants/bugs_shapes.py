@@ -62,7 +62,12 @@ class NarrowHead(MiniGPT):
 @mutant("shapes", "GG641")
 def the_head_is_too_narrow_for_the_vocabulary(project: Project) -> None:
     project.model_class = NarrowHead
-    project.get_batch = lambda: tuple(t.clamp(max=30) for t in project.healthy_batch())  # type: ignore[return-value]  # two of them
+
+    def get_batch() -> tuple[Tensor, Tensor]:
+        x, y = project.healthy_batch()
+        return x.clamp(max=30), y.clamp(max=30)
+
+    project.get_batch = get_batch
 
 
 @mutant("shapes", "GG642")
@@ -123,15 +128,22 @@ def the_loss_is_fed_probabilities(project: Project) -> None:
     project.model_class = with_forward("DoubleSoftmax", forward)
 
 
-@mutant("initial-loss", "GG653")
-def the_loss_shifts_once_more(project: Project) -> None:
-    project.given["loss_fn"] = None
-
+@mutant("batches", "GG603")
+def batch_and_model_both_shift(project: Project) -> None:
     def forward(self: MiniGPT, ids: Tensor, targets: Tensor | None = None) -> Output:
         logits = MiniGPT.forward(self, ids)[0]
-        return logits, None if targets is None else loss_of(logits[:, :-2], targets[:, 2:])
+        return logits, None if targets is None else loss_of(logits[:, :-1], targets[:, 1:])
 
-    project.model_class = with_forward("ShiftingTwice", forward)
+    project.model_class = with_forward("ShiftingToo", forward)
+
+
+@mutant("initial-loss", "GG653")
+def the_loss_shifts_backwards(project: Project) -> None:
+    def forward(self: MiniGPT, ids: Tensor, targets: Tensor | None = None) -> Output:
+        logits = MiniGPT.forward(self, ids)[0]
+        return logits, None if targets is None else loss_of(logits[:, 1:], targets[:, :-1])
+
+    project.model_class = with_forward("Backwards", forward)
 
 
 @mutant("initial-loss", "GG654")

@@ -90,6 +90,8 @@ def eval_does_nothing(project: Project) -> None:
 @mutant("validation", "GG664")
 def evaluation_updates_a_running_mean(project: Project) -> None:
     class Centring(MiniGPT):
+        running_mean: Tensor
+
         def __init__(self, config: MiniGPTConfig) -> None:
             super().__init__(config)
             self.register_buffer("running_mean", torch.zeros(config.embedding_dim))

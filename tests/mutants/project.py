@@ -44,9 +44,7 @@ def write_text(sentences: int, seed: int) -> str:
 TEXT = write_text(1500, seed=1)
 VAL_TEXT = write_text(150, seed=2)
 TOKENIZER = CharTokenizer.from_text(TEXT + VAL_TEXT + "0123456789")
-CONFIG = MiniGPTConfig(
-    len(TOKENIZER), block_size=BLOCK, embedding_dim=32, num_heads=2, num_layers=2, dropout=0.1
-)
+CONFIG = MiniGPTConfig(len(TOKENIZER), block_size=BLOCK, embedding_dim=32, num_heads=2, num_layers=2, dropout=0.1)
 
 
 def encode(text: str) -> Tensor:

@@ -19,7 +19,7 @@ from gpt_guard.callbacks.finite_state import bad_after_step, bad_at_start, bad_b
 from gpt_guard.callbacks.finite_words import bad_from_outside, bad_output, mask_seen, module_name, scaler_stuck
 from gpt_guard.hooks.frames import user_line
 from gpt_guard.hooks.graph import explain
-from gpt_guard.hooks.outputs import measure
+from gpt_guard.hooks.outputs import is_finite_scalar, measure
 from gpt_guard.hooks.reach import reaches
 from gpt_guard.hooks.state import StateWatch
 from gpt_guard.hooks.tensors import describe, looks_bad, walk
@@ -83,7 +83,8 @@ class FiniteGuard(Guard):
         super().attach(watch)
         self._state = StateWatch(watch.model, parameters=self.parameters, buffers=self.buffers)
         watch.forward_begins.append(self._forward_begins)
-        watch.forward_ended.append(self._forward_ended)
+        if not watch.immediate:
+            watch.forward_ended.append(self._forward_ended)
         if self.outputs:
             watch.tap.watch_outputs(self._suspect, self.ignore)
         bad = self._state.settle()
@@ -113,8 +114,9 @@ class FiniteGuard(Guard):
             self._test_batch(*watch.tap.inputs)
 
     def _test_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tap = self.watch.tap
         for position, tensor in walk({**dict(enumerate(args)), **kwargs}):
-            number = measure(self.watch.tap, 0, tensor)
+            number = measure(tap, 0, tensor)
             if number - number != 0.0 and (stats := looks_bad(tensor)) is not None:
                 self._accuse(Blame(None, Shown.read(position, stats), 0), None, self._here_now())
                 return
@@ -171,9 +173,8 @@ class FiniteGuard(Guard):
     # Forward, where it is not: what waited is put into the ledger.
 
     def _forward_ended(self, _output: Any) -> None:
-        if not self.watch.immediate:
-            watch = self.watch
-            self._late.keep_forward(watch, self._micro_batch, self._untouched, evaluation=watch.evaluation)
+        watch = self.watch
+        self._late.keep_forward(watch, self._micro_batch, self._untouched, evaluation=watch.evaluation)
 
     # Loss and gradients.
 
@@ -186,6 +187,8 @@ class FiniteGuard(Guard):
             # What methods of the model have called: no call of the model itself has ended.
             self._late.keep_forward(watch, self._micro_batch, self._untouched, evaluation=False)
         if not watch.immediate or self._bad_forward:
+            return
+        if is_finite_scalar(loss):
             return
         stats = describe(loss)
         if stats is not None and reaches(loss, watch.tracked.values()):
@@ -219,10 +222,13 @@ class FiniteGuard(Guard):
             self._late.keep_forward(self.watch, self._micro_batch, self._untouched, evaluation=False)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """One fused norm over parameters and float buffers: NaN and infinity survive it."""
+        """One sum or fused norm over parameters and float buffers: NaN and infinity survive both."""
         self._micro_batch = 0
-        self._state.note_after()
-        if (norms := self._state.norms()) is not None:
+        state = self._state
+        state.note_after()
+        if self.watch.immediate and state.finite():
+            return
+        if (norms := state.norms()) is not None:
             self.watch.ledger.put("finite.state", norms)
 
     def judge(self, seen: Observation) -> Iterable[Finding]:

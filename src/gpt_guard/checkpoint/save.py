@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gpt_guard.atomic import replacing
 from gpt_guard.checkpoint.belongs import model_config
 from gpt_guard.checkpoint.finite import leaves, listing, non_finite
 from gpt_guard.checkpoint.optimizer_state import parameter_names
@@ -27,7 +28,6 @@ from gpt_guard.fingerprint import (
     unwrap,
     weights_digest,
 )
-from gpt_guard.fingerprint.atomic import replacing
 from gpt_guard.hooks.optimizer import unwrap as plain_optimizers
 
 MAX_STORED_TOKENS = 65_536

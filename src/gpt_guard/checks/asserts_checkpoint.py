@@ -54,5 +54,11 @@ def assert_checkpoint_roundtrip(
             raise GuardUsageError("no ids to ask with: give x, token ids [B, T], or vocab_size=... and block_size=...")
         with preserved(model, tensors=[ids]):
             done = reload(model, subject.make_model, ids, seed)
+    if not done.rebuilt:
+        raise GuardUsageError("make_model gives back the model itself; give a function that builds a new one")
+    if not done.repeatable:
+        raise GuardUsageError(
+            "the model's logits differ between two eval passes by themselves: nothing can be compared"
+        )
     if done.finding is not None:
         raise CheckFailed(done.finding)

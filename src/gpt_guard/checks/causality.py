@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,18 +11,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gpt_guard.catalogue import finding
 from gpt_guard.checks import leaks, rows
 from gpt_guard.checks.base import Stage, Subject
-from gpt_guard.checks.events import Blame
 from gpt_guard.checks.forward import loss_of
-from gpt_guard.checks.leak_words import distances, likely_future, likely_rows
+from gpt_guard.checks.leak_finding import look_closer, look_into
+from gpt_guard.checks.leak_words import likely_rows
 from gpt_guard.checks.padding import change_padding
 from gpt_guard.checks.perturb import difference, precise, probe_ids, quiet, repeatable, rounding, vocabulary
 from gpt_guard.checks.preserve import preserved
 from gpt_guard.checks.special import special_id
 from gpt_guard.records import CheckResult, Finding
 from gpt_guard.render import number
-
-_SOFT = 1e-3
-"""A gradient below this share of the largest one gets past a mask rather than through none."""
 
 
 class CausalityStage(Stage):
@@ -103,7 +100,7 @@ class CausalityStage(Stage):
     ) -> Iterator[CheckResult]:
         first = self._suffix("suffix change", model, x, vocab, subject)
         yield first
-        second = self._gradient("gradient to the embedded inputs", model, x, first.findings)
+        second = self._gradient("gradient to the embedded inputs", model, x, vocab, subject, first.findings)
         yield second
         if "failed" in (first.status, second.status):
             return
@@ -131,25 +128,29 @@ class CausalityStage(Stage):
             for module in training:
                 module.training = True
             found = leaks.change_suffix(forward, x, vocab, subject.seed, subject.pad_id)
-            pairs = leaks.leak_pairs(forward, x, vocab, subject.seed) if found.leaks else {}
-            blame = leaks.leaking_module(model, forward, found) if found.leaks else None
+            leaked = look_into(model, forward, x, vocab, found, subject.seed) if found.leaks else None
         lengths = ", ".join(map(str, leaks.prefixes(x.size(1))))
         asked = f"{leaks.SEEDS} suffixes behind {lengths} tokens, {x.size(0)} rows"
         measured = f"logits before it change by {number(found.change)} ({asked})"
         expected = f"at most {number(found.allowed)}, rounding"
-        if not found.leaks:
+        if leaked is None:
             return self.passed(title, measured, expected)
-        share = found.change / found.scale if found.scale else 1.0
-        likely = [*likely, *likely_future(model, blame, pairs, share, x.size(1))]
         seen = (
-            f"Position {found.position} of row {found.row} sees {distances(pairs, x.size(1))}: its logits change by "
+            f"Position {found.position} of row {found.row} sees {leaked.distances}: its logits change by "
             f"{number(found.change)} when only tokens from {found.prefix} on change (the largest logit is "
             f"{number(found.scale)})."
         )
-        return self.failed(title, measured, expected, _future(seen, likely, blame, pairs))
+        return self.failed(title, measured, expected, leaked.finding(seen, likely))
 
     def _gradient(
-        self, title: str, model: nn.Module, x: Tensor, known: Sequence[Finding] = (), likely: Sequence[str] = ()
+        self,
+        title: str,
+        model: nn.Module,
+        x: Tensor,
+        vocab: int,
+        subject: Subject,
+        known: Sequence[Finding] = (),
+        likely: Sequence[str] = (),
     ) -> CheckResult:
         with quiet(model):
             found = leaks.reach(model, x)
@@ -166,8 +167,8 @@ class CausalityStage(Stage):
             f"The logits at position {reader} have a gradient to the embedding of token {source}: "
             f"{number(share)} of the largest one."
         )
-        likely = [*likely, *(["soft_mask", "no_mask"] if share < _SOFT else [])]
-        return self.failed(title, measured, expected, _future(seen, likely, None, {(reader, source): share}))
+        leaked = look_closer(model, x, vocab, subject.seed, leak, subject.pad_id)
+        return self.failed(title, measured, expected, leaked.finding(seen, likely))
 
     def _trained(self, model: nn.Module, x: Tensor, vocab: int, subject: Subject) -> CheckResult:
         title = "after 8 training steps"
@@ -188,7 +189,7 @@ class CausalityStage(Stage):
             result = self._suffix(title, model, x, vocab, subject, ["zero_init"])
             if result.status == "failed":
                 return result
-            gradient = self._gradient(title, model, x, likely=["zero_init"])
+            gradient = self._gradient(title, model, x, vocab, subject, likely=["zero_init"])
         return gradient if gradient.status == "failed" else result
 
     def _rows(self, model: nn.Module, x: Tensor, vocab: int, subject: Subject) -> CheckResult:
@@ -231,10 +232,3 @@ class CausalityStage(Stage):
         seen = f"With {how} the logits of the real tokens change by {number(found.change)}."
         likely = ["mask_sense"] if found.mask_given else ["not_masked"]
         return self.failed(title, measured, expected, finding("GG662", seen, likely=likely))
-
-
-def _future(seen: str, likely: list[str], blame: Blame | None, pairs: Mapping[tuple[int, int], float]) -> Finding:
-    fields: dict[str, Any] = blame.named if blame is not None else {}
-    offsets = sorted({source - reader for reader, source in pairs})
-    evidence = {"offsets": offsets}
-    return finding("GG660", seen, likely=list(dict.fromkeys(likely)), evidence=evidence, **fields)

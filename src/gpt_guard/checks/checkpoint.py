@@ -145,15 +145,15 @@ class CheckpointStage(Stage):
         assert model is not None, "asked in run()"
         if x is None:
             return self.skipped(title, "neither a batch nor a vocabulary size is known")
-        if subject.make_model is None or subject.make_model() is model:
+        done = reload(model, subject.make_model, x, subject.seed) if subject.make_model is not None else None
+        if done is None or not done.rebuilt:
             found = unsaved_in_use(model, x, subject.seed)
             if found is not None:
                 return self.failed(title, "logits depend on what is not saved", _SAME, found)
             return self.skipped(title, "nothing tells how to build the model anew; all it computes with is saved")
-        done = reload(model, subject.make_model, x, subject.seed)
         if done.finding is not None:
             return self.failed(title, _measured(done.apart, done.finding), _SAME, done.finding)
-        if done.facts.get("repeatable") is False:
+        if not done.repeatable:
             return self.skipped(title, "the model's logits differ between two eval passes by themselves")
         rounding = f" within rounding ({done.apart:.1g})" if done.apart else ""
         return self.passed(title, f"{done.names} entries, equal logits{rounding}", _SAME)

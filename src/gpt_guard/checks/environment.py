@@ -104,21 +104,6 @@ class EnvironmentStage(Stage):
         return self.failed("determinism", measured, "no contradiction", finding("GG619", seen, likely=broken))
 
 
-def describe(model: nn.Module | None) -> dict[str, str]:
-    """Versions, platform and the model's device and dtype, as a report carries them."""
-    facts = {
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "platform": platform.platform(),
-        "threads": str(torch.get_num_threads()),
-    }
-    if model is not None:
-        tensors = [*model.parameters(), *model.buffers()]
-        facts["device"] = ", ".join(sorted({str(tensor.device) for tensor in tensors})) or "none"
-        facts["dtype"] = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})) or "none"
-    return facts
-
-
 def accelerators() -> list[str]:
     """The accelerators that torch can use here, best first, with their names."""
     found = []

@@ -53,19 +53,22 @@ def takes_targets(model: nn.Module) -> bool:
 def shifts_inside(model: nn.Module, x: Tensor, vocab_size: int | None = None) -> bool:
     """True where the model compares position t with target t + 1 itself, as Hugging Face's `labels` do.
 
-    Found by measuring: such a loss does not change with the first target of the rows, and with the last one it changes
-    as the logits before it say. Ignored ids, label smoothing and added terms do not blur that. The ids are drawn at
-    random, below `vocab_size` or else among those in `x`, in rows `[4, T]` with the length, dtype and device of `x`.
-    Reads the device; three forwards without gradient in eval mode (modes restored). False where there is no loss of the
-    model's own, where its logits are all alike, and where the call fails: that is for the checks of the call.
+    Found by measuring: such a loss depends on the last target of the rows, and not on the first. Ignored ids, label
+    smoothing and added terms do not blur that. The ids are drawn at random, below `vocab_size` or else among those in
+    `x`, in rows `[4, T]` with the length, dtype and device of `x`. Reads the device; three forwards without gradient in
+    eval mode (modes restored). False where there is no loss of the model's own, where its logits are all alike, and
+    where the call fails: that is for the checks of the call.
     """
     if x.dim() != 2 or x.size(1) < 3 or not takes_targets(model):
+        return False
+    ids = torch.arange(vocab_size) if vocab_size is not None else x.detach().cpu().unique()
+    if ids.numel() < 2:
         return False
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
         with torch.no_grad():
-            return _ignores_the_first_target(model, *_drawn(x, vocab_size))
+            return _leaves_out_the_first_target(model, *_drawn(x, ids))
     except Exception:
         return False
     finally:
@@ -73,29 +76,28 @@ def shifts_inside(model: nn.Module, x: Tensor, vocab_size: int | None = None) ->
             module.training = training
 
 
-def _drawn(x: Tensor, vocab_size: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, targets, and other targets."""
-    ids = torch.arange(vocab_size) if vocab_size is not None else x.detach().flatten().cpu()
+def _drawn(x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs, targets, and other targets at every place."""
     draw = torch.Generator().manual_seed(0)
-    picked = torch.randint(ids.numel(), (3, _ROWS, x.size(1)), generator=draw)
-    rows, y, other = ids[picked].to(device=x.device, dtype=x.dtype)
-    return rows, y, other
+    shape = (_ROWS, x.size(1))
+    rows, y, step = (torch.randint(low, ids.numel(), shape, generator=draw) for low in (0, 0, 1))
+    drawn = ids[torch.stack([rows, y, (y + step) % ids.numel()])].to(device=x.device, dtype=x.dtype)
+    return drawn[0], drawn[1], drawn[2]
 
 
-def _ignores_the_first_target(model: nn.Module, x: Tensor, y: Tensor, other: Tensor) -> bool:
-    first, last = (torch.cat(parts, 1) for parts in ((other[:, :1], y[:, 1:]), (y[:, :-1], other[:, -1:])))
-    logits, loss = call(model, x, y)
-    by_first, by_last = (call(model, x, targets).loss for targets in (first, last))
-    if loss is None or by_first is None or by_last is None or loss.dim() or logits.shape[:2] != x.shape:
+def _leaves_out_the_first_target(model: nn.Module, x: Tensor, y: Tensor, other: Tensor) -> bool:
+    first, last = torch.cat([other[:, :1], y[:, 1:]], 1), torch.cat([y[:, :-1], other[:, -1:]], 1)
+    (logits, loss), by_first, by_last = (call(model, x, targets) for targets in (y, first, last))
+    if loss is None or by_first.loss is None or by_last.loss is None or loss.dim() or logits.shape[:2] != x.shape:
         return False
-    change = by_last.float() - loss.float()
-    if not (by_first.float() - loss.float()).abs() < 0.01 * change.abs():
+    loss = loss.float()
+    if not (by_first.loss - loss).abs() < 0.01 * (by_last.loss - loss).abs():
         return False
-    here, before = (
-        (score.gather(1, y[:, -1:].long()) - score.gather(1, other[:, -1:].long())).mean() / count
-        for score, count in ((logits[:, -1].float(), x.size(1)), (logits[:, -2].float(), x.size(1) - 1))
-    )
-    return bool((change - before).abs() < (change - here).abs())
+    # A loss that skips the first position does not depend on its target either.
+    scores = logits.float()
+    following = F.cross_entropy(scores[:, :-1].flatten(0, 1), y[:, 1:].flatten().long())
+    skipping = F.cross_entropy(scores[:, 1:].flatten(0, 1), y[:, 1:].flatten().long())
+    return bool(torch.isclose(loss, following) or not torch.isclose(loss, skipping))
 
 
 def unpack(output: Any) -> Output:

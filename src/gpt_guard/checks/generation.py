@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from gpt_guard.catalogue import finding
 from gpt_guard.checks.base import Stage, Subject
 from gpt_guard.checks.decoding import GREEDY, MODERATE, SETTINGS, Setting, decode
-from gpt_guard.checks.learned import CLEARLY, FEWEST, Corpus, bigram_loss, corpus, held_out_loss
+from gpt_guard.checks.learned import CLEARLY, COPIES, FEWEST, Corpus, Losses, bigram_loss, corpus, held_out_losses
 from gpt_guard.checks.perturb import probe_ids, quiet, vocabulary
 from gpt_guard.checks.prompts import IGNORED, influence
 from gpt_guard.checks.random_state import seed_all
@@ -75,13 +76,23 @@ class GenerationStage(Stage):
     def _text(
         self, subject: Subject, text: Corpus | None, prompts: Tensor, generate: UserGenerate | None
     ) -> Iterator[CheckResult]:
-        why, losses = self._not_judged(subject, text)
+        model = subject.model
+        assert model is not None, "asked in run()"
+        why = _not_judged(subject, text)
         if why is not None or text is None:
             yield self.skipped("repetition and chaos", why or "no data")
             return
-        yield self.passed("learned", losses, f"at most {CLEARLY:g} of the bigram's, to judge the text")
-        model = subject.model
-        assert model is not None, "asked in run()"
+        with quiet(model):
+            losses = held_out_losses(model, text, subject.block_size)
+        yield self._end(losses)
+        bigram = bigram_loss(text, vocabulary(subject) or 1)
+        told = f"loss {losses.inside:.3f} on held-out text, a bigram model's {bigram:.3f}"
+        learned, copies = losses.inside < CLEARLY * bigram, losses.copied < COPIES
+        if not learned and not copies:
+            yield self.skipped("repetition and chaos", f"not judged: {told}, so it has not learned enough yet")
+            return
+        if learned:
+            yield self.passed("learned", told, f"at most {CLEARLY:g} of the bigram's, to judge the text")
         generator = torch.Generator().manual_seed(subject.seed)
         with quiet(model):
             rows = decode(
@@ -94,53 +105,53 @@ class GenerationStage(Stage):
             return
         yardstick = Yardstick(text, vocabulary(subject) or 1, rows.size(2), subject.tokenizer, subject.seed)
         loops = [yardstick.loops(setting, part) for setting, part in zip(SETTINGS, rows, strict=True)]
-        yield self._repetition(yardstick, loops)
-        yield self._chaos(yardstick, rows[SETTINGS.index(MODERATE)], str(MODERATE), ["leak", "positions", "tokenizer"])
-        if generate is not None:
-            yield from self._defaults(subject, generate, prompts, yardstick, loops)
+        yield self._repetition(yardstick, loops, copies=copies)
+        if learned:
+            sampled = rows[SETTINGS.index(MODERATE)]
+            yield self._chaos(yardstick, sampled, str(MODERATE), ["leak", "positions", "tokenizer"])
+            if generate is not None:
+                yield from self._defaults(subject, generate, prompts, yardstick, loops)
 
-    def _not_judged(self, subject: Subject, text: Corpus | None) -> tuple[str | None, str]:
-        if not subject.trained:
-            return "not judged: the model is not trained, or nothing says that it is", ""
-        if text is None:
-            return f"not judged: needs at least {FEWEST:,} ids of training or validation data to compare with", ""
-        vocab = vocabulary(subject) or 1
-        if int(text.seen.max()) >= vocab or int(text.seen.min()) < 0 or int(text.held_out.max()) >= vocab:
-            return "not judged: the data hold ids that the model does not have", ""
-        model = subject.model
-        assert model is not None, "asked in run()"
-        bigram = bigram_loss(text, vocab)
-        with quiet(model):
-            loss = held_out_loss(model, text, subject.block_size)
-        losses = f"loss {loss:.3f} on held-out text, a bigram model's {bigram:.3f}"
-        if not loss < CLEARLY * bigram:
-            return f"not judged: {losses}, so it has not learned enough yet", losses
-        return None, losses
+    def _end(self, losses: Losses) -> CheckResult:
+        title, expected = "last position", "about the loss inside the rows"
+        told = f"loss {losses.last:.3f}, inside the rows {losses.inside:.3f}"
+        if not losses.falls_at_the_end:
+            return self.passed(title, told, expected)
+        seen = f"held-out rows: loss {losses.inside:.3f} inside them, {losses.last:.3f} at their last position"
+        evidence = {"inside": losses.inside, "last": losses.last}
+        return self.failed(title, told, expected, finding("GG689", seen, likely=["leak"], evidence=evidence))
 
-    def _repetition(self, yardstick: Yardstick, loops: list[Loops]) -> CheckResult:
+    def _repetition(self, yardstick: Yardstick, loops: list[Loops], *, copies: bool) -> CheckResult:
         title = "repetition"
-        told = "; ".join(
-            f"{one.setting}: {one.median.distinct:.0%} distinct 4-grams, longest loop {one.worst.loop:.0%}"
-            for one in loops
+        own = next(one for one in loops if one.setting == _OWN)
+        told = (
+            f"samples that loop: {'; '.join(f'{one.setting}: {one.looping:.0%}' for one in loops)}; at {_OWN} "
+            f"{own.median.distinct:.0%} distinct 4-grams, longest loop {own.worst.loop:.0%}"
         )
         expected = (
             f"no loop over {yardstick.loop_limit:.0%}, {1 - yardstick.repeated_limit:.0%} distinct or more; "
             f"the corpus has loops to {yardstick.usual.loop:.0%}; greedy may loop"
         )
-        found = judge_loops(loops, _OWN)
-        facts = {"looping": {one.setting: one.looping for one in loops}}
+        found = judge_loops(loops, _OWN, copies=copies)
+        facts = {
+            "repetition": {
+                one.setting: {"looping": one.looping, "distinct_4": one.median.distinct, "loop": one.worst.loop}
+                for one in loops
+            }
+        }
         if found is not None and found.severity is Severity.ERROR:
             return self.failed(title, told, expected, found, **facts)
         return self.passed(title, told, expected, notes=[found] if found is not None else [], **facts)
 
     def _chaos(self, yardstick: Yardstick, rows: Tensor, setting: str, likely: list[str]) -> CheckResult:
-        title = "chaos" if setting == str(MODERATE) else "chaos with generate's defaults"
+        title = "chaos" if setting == str(MODERATE) else f"chaos with {setting}"
         sample = yardstick.figures(rows)
+        told = f"{setting}: {sample}" if title == "chaos" else str(sample)
         found = judge_chaos(sample, yardstick, setting, yardstick.decode(rows[0]), likely)
         expected = f"at most {yardstick.limits}; held-out text has {yardstick.held_out}"
         if found is not None:
-            return self.failed(title, f"{setting}: {sample}", expected, found)
-        return self.passed(title, f"{setting}: {sample}", expected)
+            return self.failed(title, told, expected, found)
+        return self.passed(title, told, expected)
 
     def _defaults(
         self, subject: Subject, generate: UserGenerate, prompts: Tensor, yardstick: Yardstick, loops: list[Loops]
@@ -159,7 +170,19 @@ class GenerationStage(Stage):
         found = judge_loops([ours, *(one for one in loops if one.setting != str(GREEDY))], "") if ours.loops else None
         measured = f"{ours.median.distinct:.0%} distinct 4-grams, longest loop {ours.worst.loop:.0%}"
         notes = [found] if found is not None else []
-        yield self.passed("repetition with generate's defaults", measured, "", notes=notes)
+        yield self.passed(f"repetition with {name}", measured, notes=notes)
+
+
+def _not_judged(subject: Subject, text: Corpus | None) -> str | None:
+    if not subject.trained:
+        return "not judged: the model is not trained, or nothing says that it is"
+    if text is None:
+        return f"not judged: needs at least {FEWEST:,} ids of training or validation data to compare with"
+    low = min(int(text.seen.min()), int(text.held_out.min()))
+    high = max(int(text.seen.max()), int(text.held_out.max()))
+    if low < 0 or high >= (vocabulary(subject) or 1):
+        return "not judged: the data hold ids that the model does not have"
+    return None
 
 
 def _prompts(subject: Subject, text: Corpus | None) -> Tensor:

@@ -11,7 +11,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from gpt_guard.checks.events import Blame
 
 _SMALL = 1e-2
-"""A change below this share of the logits' own size is what gets past a mask, not what no mask lets through."""
+"""A change by the future below this share of one by the past is what gets past a mask; without one they are alike."""
 _ROUTING = ("moe", "expert", "router", "switch", "gating", "topk")
 _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
@@ -21,7 +21,7 @@ Pairs = Iterable[tuple[int, int]]
 
 
 def likely_future(model: nn.Module, blame: Blame | None, pairs: Pairs, share: float, length: int) -> list[str]:
-    """Cause keys of GG660, the likeliest first: from who reads whom and the share of the change in the logits."""
+    """Cause keys of GG660, the likeliest first: from who reads whom, and how much by the past's share."""
     seen = list(pairs)
     farthest = max((source - reader for reader, source in seen), default=0)
     # Each layer that sees one token too far adds one to the distance.

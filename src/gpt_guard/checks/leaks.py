@@ -62,19 +62,29 @@ def change_suffix(forward: Forward, x: Tensor, vocab: int, seed: int, avoid: int
     return worst
 
 
-def leak_pairs(forward: Forward, x: Tensor, vocab: int, seed: int) -> dict[tuple[int, int], float]:
-    """Which position reads which later one, and by how much its logits change: one token is changed at a time."""
+class Pairs(NamedTuple):
+    """Which position reads which later one. `share` is the largest such change by the largest that the past makes."""
+
+    pairs: frozenset[tuple[int, int]]
+    share: float
+
+
+def leak_pairs(forward: Forward, x: Tensor, vocab: int, seed: int) -> Pairs:
+    """One token is changed at a time: who, before and behind it, sees that? Call it like `change_suffix`."""
     generator = torch.Generator().manual_seed(seed)
     before = forward(x)
     allowed = rounding(before)
-    found: dict[tuple[int, int], float] = {}
+    found: set[tuple[int, int]] = set()
+    future = past = 0.0
     length = x.size(1)
     for source in range(1, length, max(1, length // _OFFSETS_FROM)):
         changed = x.clone()
         changed[:, source] = other_ids(x[:, source], vocab, generator)
-        apart = difference(before[:, :source], forward(changed)[:, :source]).amax((0, 2))
-        found |= {(reader, source): change for reader, change in enumerate(apart.tolist()) if change > allowed}
-    return found
+        apart = difference(before, forward(changed)).amax((0, 2)).tolist()
+        found |= {(reader, source) for reader in range(source) if apart[reader] > allowed}
+        future = max(future, *apart[:source])
+        past = max([past, *apart[source + 1 :]])
+    return Pairs(frozenset(found), future / past if past else 1.0)
 
 
 def leaking_module(model: nn.Module, forward: Forward, found: Suffix) -> Blame | None:

@@ -14,7 +14,7 @@ from gpt_guard.checks.base import Stage, Subject
 from gpt_guard.checks.floor import floor
 from gpt_guard.checks.gradient_diagnosis import frozen_finding
 from gpt_guard.checks.memorise import Curve, memorise
-from gpt_guard.checks.overfit_verdict import Goal, goal, reached, verdict
+from gpt_guard.checks.overfit_verdict import Goal, goal, reached, slow, verdict
 from gpt_guard.checks.preserve import preserved
 from gpt_guard.checks.random_state import seed_all
 from gpt_guard.checks.seed_model import Learner, cut, learner
@@ -27,11 +27,12 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass
 class Outcome:
-    """One run: the curve, what it had to reach, and the finding if it did not."""
+    """One run: the curve, what it had to reach, and the finding if it did not; `note` where it nearly did."""
 
     curve: Curve
     aim: Goal
     wrong: Finding | None
+    note: Finding | None = None
 
     @property
     def words(self) -> str:
@@ -83,7 +84,8 @@ class OverfitStage(Stage):
         if outcome.wrong is not None:
             yield self.failed("one batch", measured, aim.words, outcome.wrong, **facts)
         else:
-            yield self.passed("one batch", measured, aim.words, **facts)
+            notes = [outcome.note] if outcome.note is not None else []
+            yield self.passed("one batch", measured, aim.words, notes=notes, **facts)
         if subject.compare_dropout:
             yield self._compare(subject, who, task, curve)
 
@@ -141,4 +143,6 @@ def learn(
     curve = memorise(model, task, steps, progress, lr=lr, shifts_inside=shifts_inside)
     aim = goal(curve, limits, own=who.own, share=who.share)
     good = reached(curve, aim) and math.isfinite(curve.end)
-    return Outcome(curve, aim, None if good else verdict(curve, aim, limits, steps))
+    wrong = None if good else verdict(curve, aim, limits, steps)
+    note = slow(curve, aim, wrong) if wrong is not None else None
+    return Outcome(curve, aim, None if note is not None else wrong, note)

@@ -10,12 +10,14 @@ from typing import Any
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.floor import Floor
 from gpt_guard.checks.memorise import Curve
-from gpt_guard.records import Finding
+from gpt_guard.records import Finding, Severity
 from gpt_guard.render import number
 
 SHARE = 0.1
 """A tenth of the way from the lowest possible loss to the first one. Seed models on random targets pass it after half
 of 300 steps; a model with a part that does not work stays above a quarter (both measured)."""
+NEARLY = 0.25
+"""Above this share of the way lies a model with a part that does not work; one below it that still falls is slow."""
 ACCURACY = 0.99
 """Share of the best possible accuracy that counts as learned where the loss has come half of the way: label smoothing
 and added terms keep a loss up that is learned by heart. Probabilities in place of logits keep it above that."""
@@ -72,6 +74,13 @@ def reached(curve: Curve, aim: Goal) -> bool:
     return (right and curve.end <= (aim.start + aim.lowest) / 2) or (
         curve.end <= aim.target and not _hollow(curve, aim)
     )
+
+
+def slow(curve: Curve, aim: Goal, wrong: Finding) -> Finding | None:
+    """The finding as a warning where the curve is nearly there and still falls; None for any other."""
+    if wrong.code != "GG672" or aim.frozen or curve.end > aim.lowest + NEARLY * (aim.start - aim.lowest):
+        return None
+    return wrong.model_copy(update={"severity": Severity.WARNING})
 
 
 def verdict(curve: Curve, aim: Goal, limits: Floor | None, steps: int) -> Finding:

@@ -45,23 +45,29 @@ def precise(model: nn.Module, x: Tensor) -> Iterator[None]:
 
     A leak of a thousandth is below bfloat16's rounding. Weights and buffers are bit-identical afterwards.
     """
-    if not any(p.dtype in _HALF for p in model.parameters()):
+    if not any(parameter.dtype in _HALF for parameter in model.parameters()):
         yield
         return
-    with preserved(model):
-        model.float()
-        runs = _runs(model, x)
+    with widened(model, x, torch.float32) as runs:
         if runs:
             yield
     if not runs:
         yield
 
 
-def _runs(model: nn.Module, x: Tensor) -> bool:
+@contextmanager
+def widened(model: nn.Module, x: Tensor, dtype: torch.dtype) -> Iterator[bool]:
+    """The model with weights and buffers of another dtype; yields whether it runs like that on ids `[B, T]`."""
+    with preserved(model):
+        yield _runs(model, x, dtype)
+
+
+def _runs(model: nn.Module, x: Tensor, dtype: torch.dtype) -> bool:
     try:
+        model.to(dtype)
         with quiet(model):
             call(model, x)
-    except Exception:  # its code or a kernel asks for half precision: it is then asked as it is
+    except Exception:  # its code, a kernel or the device asks for the precision it has
         return False
     return True
 

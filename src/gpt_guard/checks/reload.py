@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,17 @@ _FILE = Path("the saved state_dict")
 
 @dataclass
 class Reload:
-    """How far the logits of a model and of its reload are apart, and the finding where that is too far."""
+    """How far the logits of a model and of its reload are apart, and the finding where that is too far.
+
+    Not `repeatable`: the model does not agree with itself. Not `rebuilt`: the function that builds it gave it back.
+    """
 
     apart: float = 0.0
     tolerance: float = 0.0
     names: int = 0
     finding: Finding | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
+    repeatable: bool = True
+    rebuilt: bool = True
 
 
 def reload(model: nn.Module, build: Callable[[], nn.Module], x: Tensor, seed: int = 42) -> Reload:
@@ -51,7 +55,10 @@ def reload(model: nn.Module, build: Callable[[], nn.Module], x: Tensor, seed: in
         return Reload(finding=state)
     before = _logits(model, x, seed)
     seed_all(seed + 1)
-    fresh = in_form_of(build(), bare)
+    fresh = build()
+    if fresh is model or fresh is bare:
+        return Reload(rebuilt=False)
+    in_form_of(fresh, bare)
     try:
         stored = take_apart(_FILE, {"model_state_dict": state}, Voice(None))
         voice = Voice(lambda found: None)
@@ -64,8 +71,7 @@ def reload(model: nn.Module, build: Callable[[], nn.Module], x: Tensor, seed: in
     again = _compare(before, _logits(model, x, seed), len(state))
     if again.apart > again.tolerance:
         # The model does not even agree with itself: that is for the stage on validation to say.
-        outcome.tolerance = outcome.apart
-        outcome.facts["repeatable"] = False
+        outcome.repeatable = False
         return outcome
     outcome.finding = _explain(bare, fresh, x, seed, before, outcome.apart)
     return outcome

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from gpt_guard.checks.lines import MARKS, distinct, report_lines, summary
 from gpt_guard.checks.stages import heading
 from gpt_guard.errors import PreflightError
-from gpt_guard.fingerprint.atomic import replacing
 from gpt_guard.records import CheckResult, Report
 from gpt_guard.render import render_finding
 from gpt_guard.report_file import read_report
@@ -53,13 +51,6 @@ class PreflightReport(Report):
         """Raise PreflightError, listing the lines that failed and the first finding, if there are any."""
         if self.failed:
             raise PreflightError(self.failed)
-
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the report as JSON, whole or not at all; NaN and the infinities survive. Raises OSError."""
-        path = Path(path)
-        with replacing(path) as stream:
-            stream.write(self.model_dump_json(indent=2).encode())
-        return path
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:

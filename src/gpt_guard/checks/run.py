@@ -14,7 +14,6 @@ from gpt_guard.checks.base import LossFunction, Stage, Subject
 from gpt_guard.checks.batch_usable import UNUSABLE, BatchForm, unusable, without_batch
 from gpt_guard.checks.batches import BatchesStage
 from gpt_guard.checks.derive import complete
-from gpt_guard.checks.environment import describe
 from gpt_guard.checks.gather import gather
 from gpt_guard.checks.preserve import preserved
 from gpt_guard.checks.raised import raised
@@ -22,6 +21,7 @@ from gpt_guard.checks.random_state import seed_all
 from gpt_guard.checks.report import FACTS, PreflightReport
 from gpt_guard.checks.stages import select
 from gpt_guard.records import CheckResult
+from gpt_guard.surroundings import surroundings
 
 OnResult = Callable[[CheckResult], Any]
 
@@ -163,7 +163,7 @@ def _report(subject: Subject, results: list[CheckResult]) -> PreflightReport:
         facts |= result.facts
     findings = tuple(found for result in results for found in result.findings)
     return PreflightReport(
-        environment={**describe(model), "seed": str(subject.seed)},
+        environment={**surroundings(model), "seed": str(subject.seed)},
         model=type(model).__name__ if model is not None else "",
         parameters=sum(parameter.numel() for parameter in model.parameters()) if model is not None else 0,
         facts=facts,

@@ -19,7 +19,6 @@ from gpt_guard.errors import GuardUsageError
 from gpt_guard.evaluation import evaluation_mode
 from gpt_guard.records import Finding
 
-
 _MISPLACED = ("crop_end", "prompt", "position")
 
 

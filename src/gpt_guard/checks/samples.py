@@ -124,10 +124,11 @@ class Yardstick:
         return (self.usual.repeated + 1) / 2
 
 
-def judge_loops(found: Sequence[Loops], own: str) -> Finding | None:
+def judge_loops(found: Sequence[Loops], own: str, *, copies: bool = False) -> Finding | None:
     """GG687: an error where the model's own distribution loops (the setting named `own`), else a warning for settings.
 
-    Greedy decoding alone says nothing: the likeliest path of healthy small models runs into loops, too.
+    `copies` tells that the model predicts the token it was just given: then that is the first cause. Greedy decoding
+    alone says nothing: the likeliest path of healthy small models runs into loops, too.
     """
     looping = [one for one in found if one.loops]
     sampled = [one for one in looping if one.setting != "greedy"]
@@ -149,7 +150,9 @@ def judge_loops(found: Sequence[Loops], own: str) -> Finding | None:
     if is_model:
         if len(looping) == len(found):
             seen = f"loops survive all {len(found)} settings: the model is at fault, not the decoding. {seen}"
-        return finding("GG687", seen, likely=["model", "copying", "data"], evidence=evidence)
+        return finding(
+            "GG687", seen, likely=["copying", "model"] if copies else ["model", "data", "overfit"], evidence=evidence
+        )
     free = [one.setting for one in found if not one.loops]
     seen = f"{seen}. No loops with: {'; '.join(free)}"
     fix = f"Decode with {free[0] if free else own}."

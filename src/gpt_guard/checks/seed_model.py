@@ -70,6 +70,9 @@ def learner(subject: Subject) -> Learner | None:
     if inputs is None or (model is None and make is None):
         return None
     given = make is not None and "make_model" not in subject.sources
+    if make is not None and not given and model is not None and _freezes(make):
+        # Adapters on fresh frozen weights have nothing to adapt: only the user's own model has weights worth it.
+        return own_learner(model, min(subject.block_size or inputs[0].size(-1), inputs[0].size(-1)))
     if make is not None and not given and model is not None:
         small = _small(unwrap(model), subject.config, inputs)
         if small is not None:
@@ -92,6 +95,13 @@ def own_learner(model: nn.Module, block: int) -> Learner:
     words = f"this {type(inner).__name__} as it is"
     words += f", {1 - share:.0%} of it frozen" if share < 1 else ""
     return Learner(lambda p: _drop(inner, p), words, block, True, share, _has_dropout(inner))
+
+
+def _freezes(make: Callable[[], nn.Module]) -> bool:
+    """True where a fresh model comes with frozen parameters."""
+    with preserved(), contextlib.suppress(Exception):  # one that cannot be built is spoken of where it is needed
+        return not all(parameter.requires_grad for parameter in make().parameters())
+    return False
 
 
 def cut(x: Tensor, y: Tensor, block: int, ignore_index: int) -> tuple[Tensor, Tensor]:

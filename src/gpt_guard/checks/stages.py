@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib import import_module
-from importlib.util import find_spec
 
 from gpt_guard.checks.base import Stage
 from gpt_guard.errors import GuardUsageError
@@ -38,17 +37,12 @@ def stage(name: str) -> Stage:
 
 def heading(name: str) -> str:
     """Number and title of a stage, as a report shows them; only the name for one that this version does not have."""
-    return f"{stage(name).number:>2} {title(name)}" if name in available() else name
+    return f"{stage(name).number:>2} {title(name)}" if name in NAMES else name
 
 
 def title(name: str) -> str:
     """The title of a stage; its name for one that this version does not have."""
-    return stage(name).title if name in available() else name
-
-
-def available() -> tuple[str, ...]:
-    """The names of the stages there are, in order."""
-    return tuple(name for name in NAMES if find_spec(f"gpt_guard.checks.{name.replace('-', '_')}") is not None)
+    return stage(name).title if name in NAMES else name
 
 
 def select(only: Iterable[str | int] = (), skip: Iterable[str | int] = ()) -> tuple[Stage, ...]:
@@ -57,7 +51,7 @@ def select(only: Iterable[str | int] = (), skip: Iterable[str | int] = ()) -> tu
     Raises GuardUsageError for a stage that does not exist, listing those that do.
     """
     wanted, unwanted = set(map(_name, only)), set(map(_name, skip))
-    return tuple(stage(name) for name in available() if (not wanted or name in wanted) and name not in unwanted)
+    return tuple(stage(name) for name in NAMES if (not wanted or name in wanted) and name not in unwanted)
 
 
 def _name(asked: str | int) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from gpt_guard.fingerprint.atomic import replacing
+from gpt_guard.atomic import replacing
 from gpt_guard.records import Record
 
 NAME = "fingerprint.json"

@@ -18,7 +18,9 @@ class Clearing:
 
     def __init__(self, places: Sequence[int]) -> None:
         self._places = list(places)
-        self._left: list[tuple[int, int]] | None = None
+        # The usual optimizer holds everything, in order: no list to make.
+        self._whole = self._places == list(range(len(self._places)))
+        self._left: State | None = None
         self._stepped = False
         self._cleared = False
         self.uncleared = 0
@@ -46,5 +48,7 @@ class Clearing:
         self._stepped = True
         self._cleared = all(version < 0 for _, version in self._left)
 
-    def _own(self, state: State) -> list[tuple[int, int]]:
+    def _own(self, state: State) -> State:
+        if self._whole and len(state) == len(self._places):
+            return state
         return [state[place] for place in self._places]

@@ -11,9 +11,6 @@ from torch import Tensor, nn
 
 from gpt_guard.hooks.tensors import readable
 
-# Two norms of the same gradient agree to float32 rounding.
-_SAME = 1e-5
-_FEW = 3
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -36,8 +33,7 @@ class Gradients:
         self.names = list(parameters)
         self.parameters = list(parameters.values())
         self._mark: list[tuple[int, int]] = []
-        self._ordinary = _ordinary(self.parameters)
-        self._spread = list(range(0, len(self.parameters), max(1, len(self.parameters) // _FEW)))
+        self._ordinary = ordinary(self.parameters)
 
     def current(self) -> list[Tensor | None]:
         """The gradients now, None where there is none."""
@@ -49,9 +45,13 @@ class Gradients:
         That is: no parameter has one, or each one was written by something else than a backward, as
         `zero_grad(set_to_none=False)` does.
         """
-        before, self._mark = self._mark, _state(self.parameters)
-        held = [(old, new) for old, new in zip(before, self._mark, strict=False) if new[1] >= 0]
-        return all(old != new for old, new in held)
+        before = self._mark
+        self.remember()
+        return all(old != new for old, new in zip(before, self._mark, strict=False) if new[1] >= 0)
+
+    def remember(self) -> None:
+        """Remember the state of all gradients as it is now."""
+        self._mark = _state(self.parameters)
 
     @property
     def state(self) -> list[tuple[int, int]]:
@@ -66,33 +66,12 @@ class Gradients:
     def applied(self, measured: GradNorms, unit: Tensor | float | None, *, immediate: bool) -> GradNorms | None:
         """Norms just before a step, given those after the backward; None if the gradients are still the same.
 
-        A version counter tells most writes, but not all: `grad.data.clamp_()` and a GradScaler's `unscale_()` leave it
-        as it is. Where reading is free, a few gradients stand for all in the two usual cases: nobody has written to
-        any, or all were scaled down by one factor, as `clip_grad_norm_` does. Anything else is measured; so is
-        everything on an accelerator, where that costs less than a read would.
+        Always measures all of them. A version counter would tell most writes, but not `grad.data.clamp_()` or a
+        GradScaler's `unscale_()`, and norms of a few gradients would not tell what was done to the others.
         """
-        touched = self.touched()
-        if immediate and (factor := self._common_factor(measured, unit)) is not None:
-            if factor < 1.0 - _SAME:
-                return GradNorms(measured.names, [norm * factor for norm in measured.norms])
-            if factor < 1.0 + _SAME and not touched:
-                return None
-        return self.measure(unit, immediate=immediate)
-
-    def _common_factor(self, measured: GradNorms, unit: Tensor | float | None) -> float | None:
-        """By what the gradients of the largest norms and a few others were all multiplied; None if by no one factor."""
-        if not self._ordinary or len(measured.norms) != len(self.names):
-            return None
-        norms = measured.norms
-        places = sorted(range(len(norms)), key=norms.__getitem__)[-_FEW:] + self._spread
-        grads = [self.parameters[place].grad for place in places]
-        present = [grad for grad in grads if grad is not None]
-        if len(present) < len(places) or not all(0.0 < norms[place] < math.inf for place in places):
-            return None
-        now = stacked_norms(present) if unit is None else stacked_norms(present) / unit
-        factors = [after / norms[place] for after, place in zip(now.tolist(), places, strict=True)]
-        low, high = min(factors), max(factors)
-        return high if high - low <= _SAME * high else None
+        now = self.measure(unit, immediate=immediate)
+        same = immediate and now.norms == measured.norms and not self.touched()
+        return None if same else now
 
     def measure(self, unit: Tensor | float | None, *, immediate: bool) -> GradNorms:
         """Norms of all gradients now, divided by a GradScaler's scale.
@@ -100,34 +79,41 @@ class Gradients:
         Reads the device only if `immediate`. Half-precision gradients are reduced in float32, where their squares
         cannot overflow.
         """
-        names, norms = self._norms()
-        if norms is None:
+        grads = [grad for parameter in self.parameters if (grad := parameter.grad) is not None]
+        if not grads:
+            return GradNorms([], [])
+        names = self.names if len(grads) == len(self.names) else self._held()
+        found = self._ordinary_norms(grads)
+        if found is None:
+            plain = {name: each for name, grad in zip(names, grads, strict=True) if (each := _plain(grad)) is not None}
+            names, found = list(plain), fused_norms(list(plain.values())) if plain else ()
+        if immediate and unit is None:
+            # Where reading is free, one number after the other costs less than joining them first.
+            return GradNorms(names, [norm.item() for norm in found] if isinstance(found, tuple) else found.tolist())
+        norms = torch.stack(found) if isinstance(found, tuple) and found else found
+        if isinstance(norms, tuple):
             return GradNorms(names, [])
         norms = norms if unit is None else norms / unit
         return GradNorms(names, norms.tolist() if immediate else norms)
 
-    def _norms(self) -> tuple[list[str], Tensor | None]:
-        grads = [grad for parameter in self.parameters if (grad := parameter.grad) is not None]
-        if not grads:
-            return [], None
-        if self._ordinary:
-            try:
-                norms = stacked_norms(grads)
-            except NotImplementedError:
-                # A sparse gradient of an ordinary parameter: an embedding's. It will stay so.
-                self._ordinary = False
-            else:
-                return self.names if len(grads) == len(self.names) else self._held(), norms
-        found = {
-            name: plain for name, grad in zip(self._held(), grads, strict=True) if (plain := _plain(grad)) is not None
-        }
-        return list(found), fused_norms(list(found.values())) if found else None
+    def _ordinary_norms(self, grads: list[Tensor]) -> tuple[Tensor, ...] | None:
+        """The norms of ordinary gradients, without a look at each; None where there may be others."""
+        if not self._ordinary:
+            return None
+        try:
+            # Gradients that a graph hangs on (create_graph=True) must not get another.
+            with torch.no_grad():
+                return torch._foreach_norm(grads, 2.0)
+        except NotImplementedError:
+            # A sparse gradient of an ordinary parameter: an embedding's. It will stay so.
+            self._ordinary = False
+            return None
 
     def _held(self) -> list[str]:
         return [name for name, parameter in zip(self.names, self.parameters, strict=True) if parameter.grad is not None]
 
 
-def _ordinary(parameters: Sequence[Tensor]) -> bool:
+def ordinary(parameters: Sequence[Tensor]) -> bool:
     """Whether all are plain dense tensors of one device and one wide dtype: no gradient needs a look of its own."""
     kinds = {(type(each), each.layout, each.dtype, each.device) for each in parameters}
     if len({kind[2:] for kind in kinds}) != 1:
@@ -164,12 +150,6 @@ def fused_norms(values: list[Tensor]) -> Tensor:
     if len(kinds) > 1 or any(norm.device != device for norm in norms):
         norms = tuple(norm.to(device, wide) for norm in norms)
     return torch.stack(norms)
-
-
-@torch.no_grad()
-def stacked_norms(values: list[Tensor]) -> Tensor:
-    """The same for tensors of one device and one wide dtype: no look at each. Raises NotImplementedError for sparse."""
-    return torch.stack(torch._foreach_norm(values, 2.0))
 
 
 def total_norm(norms: Iterable[float]) -> float:

@@ -144,3 +144,15 @@ def values_of(tap: Tap, index: int, tensor: Tensor) -> Tensor | None:
         tap.cannot_test(index, f"a {kind_of(tensor)} tensor")
         return None
     return readable(tensor)
+
+
+def is_finite_scalar(loss: Tensor) -> bool:
+    """Whether an ordinary scalar is finite, at the price of one read; False for any other tensor."""
+    if type(loss) is not Tensor or loss.dim():
+        return False
+    try:
+        value = loss.item()
+    except RuntimeError:
+        # A tensor of a torch.func transform.
+        return False
+    return value - value == 0.0

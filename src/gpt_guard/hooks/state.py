@@ -7,9 +7,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.hooks.gradients import fused_norms
+from gpt_guard.hooks.gradients import fused_norms, ordinary
+from gpt_guard.hooks.scratch import Scratch
 from gpt_guard.hooks.tensors import describe, looks_bad, readable, version_of, watchable
 from gpt_guard.records import TensorStats
+
+
+class _Kept(NamedTuple):
+    """Parameters that are watched, while so many names are left out; `alike` if one call reduces all of them."""
+
+    left_out: int
+    names: list[str]
+    tensors: list[Tensor]
+    alike: bool
 
 
 class StateWatch:
@@ -30,9 +40,14 @@ class StateWatch:
         if not buffers:
             self.left_out |= set(self._buffers)
         self._measured: list[str] = []
-        self._after: dict[str, int] = {}
-        self._after_last: dict[str, int] = {}
-        self._before: dict[str, int] = {}
+        self._all = list(self._parameters.values())
+        self._places = {name: place for place, name in enumerate(self._parameters)}
+        self._after: list[int] = []
+        self._after_last: list[int] = []
+        self._before: list[int] = []
+        self._kept = _Kept(-1, [], [], False)
+        self._small = True
+        self._scratch: Scratch | None = None
 
     def settle(self) -> dict[str, TensorStats]:
         """Describe what is non-finite now and leave it out from now on. Reads the device once per tensor."""
@@ -54,14 +69,54 @@ class StateWatch:
     def _tensors(self) -> dict[str, Tensor]:
         left_out = self.left_out
         found = {name: tensor for name, tensor in self._parameters.items() if name not in left_out}
-        for name, (owner, key) in self._buffers.items():
-            tensor = owner.get(key)
-            if tensor is not None and name not in left_out and tensor.is_floating_point():
-                found[name] = tensor
+        found |= {name: tensor for name in self._buffers if (tensor := self._buffer(name)) is not None}
         return found
+
+    def finite(self) -> bool:
+        """True if everything watched is finite, by one sum over all of it; False if `norms` must tell. Reads.
+
+        Only for a small model on the CPU, where norms of many tensors cost a call for each.
+        """
+        if not self._small:
+            return False
+        values = self._now_kept().tensors
+        if self._buffers:
+            values = values + [t for name in self._buffers if (t := self._buffer(name)) is not None]
+        scratch = self._scratch
+        if scratch is None or len(scratch) != len(values):
+            if not Scratch.holds(values):
+                self._small = False
+                return False
+            scratch = self._scratch = Scratch(values)
+        try:
+            total = scratch.total(values)
+        except RuntimeError:
+            # A tensor has another shape by now.
+            self._scratch = None
+            return False
+        return total - total == 0.0
+
+    def _now_kept(self) -> _Kept:
+        """The parameters that are not left out, and facts about them."""
+        if self._kept.left_out != len(self.left_out):
+            kept = {name: tensor for name, tensor in self._parameters.items() if name not in self.left_out}
+            values = list(kept.values())
+            self._kept = _Kept(len(self.left_out), list(kept), values, ordinary(values) and all(map(_is_plain, values)))
+            self._scratch = None
+        return self._kept
+
+    def _buffer(self, name: str) -> Tensor | None:
+        owner, key = self._buffers[name]
+        tensor = owner.get(key)
+        return tensor if tensor is not None and name not in self.left_out and tensor.is_floating_point() else None
 
     def norms(self) -> Tensor | None:
         """One norm per watched tensor, on the device; None if there is nothing to watch."""
+        kept = self._now_kept()
+        if kept.alike and not self._buffers:
+            self._measured = kept.names
+            with torch.no_grad():
+                return torch.stack(torch._foreach_norm(kept.tensors, 2.0))
         values: list[Tensor] = []
         self._measured = []
         for name, tensor in self._tensors().items():
@@ -88,16 +143,22 @@ class StateWatch:
 
     def note_before(self) -> None:
         """Note the versions of the parameters just before a step; host work only."""
-        self._before = {name: version_of(parameter) for name, parameter in self._parameters.items()}
+        self._before = self._versions()
 
     def note_after(self) -> None:
         """Note the versions of the parameters just after a step; host work only."""
-        self._after_last = self._after
-        self._after = {name: version_of(parameter) for name, parameter in self._parameters.items()}
+        self._after_last, self._after = self._after, self._versions()
+
+    def _versions(self) -> list[int]:
+        try:
+            return [parameter._version for parameter in self._all]
+        except RuntimeError:
+            return [version_of(parameter) for parameter in self._all]
 
     def written_between(self, name: str) -> bool:
         """Whether something wrote to a parameter between the last two steps, outside of both."""
-        return self._before.get(name) != self._after_last.get(name)
+        place = self._places.get(name)
+        return place is not None and self._before[place : place + 1] != self._after_last[place : place + 1]
 
     def buffer_versions(self) -> dict[int, int]:
         """Identity and version of each float buffer now: a forward that writes to one changes either."""

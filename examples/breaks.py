@@ -102,7 +102,7 @@ def chosen(args: argparse.Namespace) -> Break:
     "no-shift",
     "get_batch",
     "the targets are the inputs themselves, not one token later",
-    "No guard sees it, the loss falls fast and far; preflight's trained loss (GG658) should speak",
+    "No guard sees it, the training loss falls to nothing; preflight's trained loss (GG658) should speak",
     "check --only initial-loss",
 )
 def targets_not_shifted(get_batch: GetBatch) -> GetBatch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,8 +17,13 @@ import torch
 from typer.testing import CliRunner
 
 from gpt_guard.checks import environment
+from gpt_guard.checks.project import Project, load_project
 from gpt_guard.checks.report import PreflightReport
+from gpt_guard.checks.run import preflight
+from gpt_guard.checks.stages import select
 from gpt_guard.cli import app
+from gpt_guard.commands.show import Live
+from gpt_guard.render import WIDTH
 from mini_gpt import MiniGPT, MiniGPTConfig
 
 CHARS = list("abcdefghij\n")
@@ -180,6 +186,7 @@ def test_stages_are_chosen_by_name_or_number(project: Path) -> None:
     [
         (["--only", "tokenisation"], "3 tokenizer"),
         (["--skip", "99"], "14 generation"),
+        (["--only", "3", "--skip", "tokenizer"], "no stage is left to run"),
         (["--device", "tpu9"], "no such device"),
         (["--model", "mini_gpt"], "package.module:Name"),
         (["--model", "own_missing:Model"], "no module own_missing"),
@@ -298,3 +305,37 @@ def test_the_help_names_the_defaults() -> None:
         assert part in text
     for option in ("--overfit-steps", "--skip-overfit", "--fresh", "--json", "--only", "--skip", "--seed", "--device"):
         assert option in text
+
+
+def test_an_interrupt_is_neither_a_pass_nor_a_failure(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(environment.EnvironmentStage, "run", interrupted)
+    code, _, err = run(*QUICK, "--json", "report.json")
+    assert code == 130
+    assert "interrupted" in err
+    assert not (project / "report.json").exists()
+
+
+@pytest.mark.parametrize(("columns", "widest"), [(60, 60), (80, 80), (400, 120)])
+def test_lines_fit_the_terminal(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int, widest: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    torch.save(torch.zeros(4, dtype=torch.int64), project / "data/encoded/val_ids.pt")
+    with Live() as live:
+        subject = load_project(Project(paths={"val": project / "data/encoded/val_ids.pt"}))
+        live.end(preflight(subject, select([1, 2]), live.result))
+    lines = capsys.readouterr().out.split("\n")
+    shown = [len(re.sub("\x1b\\[[0-9;]*m", "", line)) for line in lines]
+    assert max(shown) <= widest
+    assert max(shown) > 0.8 * widest
+
+
+def test_a_pipe_gets_the_usual_width(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    done = CliRunner().invoke(app, ["check", *map(str, QUICK)])
+    assert 80 < max(map(len, done.stdout.split("\n"))) <= WIDTH

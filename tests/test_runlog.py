@@ -120,7 +120,12 @@ def test_a_newer_schema_says_to_upgrade(tmp_path: Path) -> None:
         read_run(log(tmp_path, HEADER.replace(RUN_SCHEMA, "gpt_guard.run/2"), STEP))
 
 
-@pytest.mark.parametrize("schema", ["gpt_guard.report/1", "other", "", None, 7, "gpt_guard.run/x"])
+def test_a_version_of_any_length_is_only_another_one(tmp_path: Path) -> None:
+    with pytest.raises(GuardUsageError, match="read it with the gpt_guard that wrote it"):
+        read_run(log(tmp_path, json.dumps({"kind": "header", "schema": "gpt_guard.run/" + "9" * 5000})))
+
+
+@pytest.mark.parametrize("schema", ["gpt_guard.report/1", "other", "", None, 7, "gpt_guard.run/x", "gpt_guard.run/"])
 def test_another_schema_is_foreign(tmp_path: Path, schema: Any) -> None:
     with pytest.raises(GuardUsageError, match="not a gpt_guard run log"):
         read_run(log(tmp_path, json.dumps({"kind": "header", "schema": schema})))
@@ -134,6 +139,9 @@ def test_another_schema_is_foreign(tmp_path: Path, schema: Any) -> None:
         ('{"kind":"step","step":1,"moment":"before step","largest_grads":[1]}', "largest_grads should be an object"),
         ('{"kind":"finding","action":"warn","code":"GG1"}', "damaged finding: title"),
         ('{"kind":"pickle","step":1}', "'pickle' is no kind of line"),
+        ('{"kind":"step","step":-5,"moment":"before step"}', "damaged observation: step -5 cannot be"),
+        ('{"kind":"step","step":%s,"moment":"before step"}' % ("9" * 400), "damaged observation: step 9{20} cannot be"),
+        ('{"kind":"metrics","step":-1,"metrics":{}}', "damaged metrics: step -1 cannot be"),
     ],
 )
 def test_lines_are_validated(tmp_path: Path, line: str, words: str) -> None:

@@ -25,11 +25,17 @@ class Desk:
     def __init__(self, policy: Policy, sinks: Sequence[Sink], progress: Progress) -> None:
         self.policy = policy
         self.sinks = tuple(sinks)
-        self.findings: list[Finding] = []
+        self._findings: list[Finding] = []
         self.counts: Counter[str] = Counter()
         self.repeats: Counter[Any] = Counter()
         self.quiet = False
         self._progress = progress
+
+    @property
+    def findings(self) -> list[Finding]:
+        """All findings so far, each cause once; the troubles of sinks among them."""
+        self._take_troubles()
+        return self._findings
 
     def submit(self, finding: Finding) -> None:
         """Take a finding; raises the GuardError that stands for it if the policy says halt.
@@ -46,8 +52,8 @@ class Desk:
         if known and action is not Action.HALT:
             return
         finding = self._with_context(finding)
-        if len(self.findings) < _MOST_CAUSES:
-            self.findings.append(finding)
+        if len(self._findings) < _MOST_CAUSES:
+            self._findings.append(finding)
         for sink in self.sinks:
             sink.find(finding, action)
         if action is Action.HALT:
@@ -72,7 +78,7 @@ class Desk:
             if sink.trouble is not None and not self.repeats[sink.trouble.cause]:
                 self.repeats[sink.trouble.cause] += 1
                 self.counts[sink.trouble.code] += 1
-                self.findings.append(sink.trouble)
+                self._findings.append(sink.trouble)
 
     def blind_spots(self) -> list[str]:
         """Outputs that have gone silent."""

@@ -12,7 +12,7 @@ from typing import Any, Self
 from torch import nn
 from torch.optim import Optimizer
 
-from gpt_guard.arguments import Reads, checked_guards, checked_model, checked_reads, weak
+from gpt_guard import arguments
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.defaults import default_guards
 from gpt_guard.callbacks.fingerprint import CheckpointFingerprint
@@ -20,7 +20,6 @@ from gpt_guard.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpo
 from gpt_guard.desk import Desk
 from gpt_guard.errors import GuardError, GuardUsageError
 from gpt_guard.evaluation import evaluation_mode
-from gpt_guard.hooks.optimizer import unwrap
 from gpt_guard.hooks.scaler import checked_scaler
 from gpt_guard.policy import Policy, Rules
 from gpt_guard.progress import Progress
@@ -30,7 +29,7 @@ from gpt_guard.session import Session
 from gpt_guard.sinks.base import Sink
 from gpt_guard.sinks.console import ConsoleSink
 from gpt_guard.sinks.jsonl import JsonlSink
-from gpt_guard.sinks.report import ReportSink
+from gpt_guard.sinks.report import with_report
 
 
 class Guardian:
@@ -80,21 +79,21 @@ class Guardian:
         tokenizer: Any = None,
         config: Any = None,
         summary: bool = True,
-        reads: Reads = "auto",
+        reads: arguments.Reads = "auto",
     ) -> None:
-        optimizers = unwrap(optimizer)
-        self._model = weakref.ref(checked_model(model))
+        optimizers = arguments.checked_optimizers(optimizer)
+        self._model = weakref.ref(arguments.checked_model(model))
         # Weak while inactive: a Guardian that has been left keeps neither the model nor its optimizer alive.
         self._optimizers = [weakref.ref(each) for each in optimizers]
-        self._scheduler = weak(scheduler)
-        self._scaler = weak(checked_scaler(scaler))
-        self._reads = checked_reads(reads)
-        self._run_dir = None if run_dir is None else Path(run_dir)
-        self.guards = tuple(default_guards(tokenizer, config) if guards is None else checked_guards(guards))
-        self._progress = Progress(start_step, len(optimizers))
-        outputs: list[Sink] = [ConsoleSink(summary=summary)] if sinks is None else list(sinks)
-        outputs += [] if run_dir is None else [ReportSink(run_dir), JsonlSink(run_dir)]
-        self._belongings = {"tokenizer": tokenizer, "config": config}
+        self._scheduler = arguments.weak(arguments.checked_scheduler(scheduler))
+        self._scaler = arguments.weak(checked_scaler(scaler))
+        self._reads = arguments.checked_reads(reads)
+        self._run_dir = folder = arguments.checked_folder(run_dir)
+        self._belongings = arguments.checked_belongings(tokenizer, config)
+        self.guards = tuple(default_guards(**self._belongings) if guards is None else arguments.checked_guards(guards))
+        self._progress = Progress(arguments.checked_start(start_step), len(optimizers))
+        outputs: list[Sink] = [ConsoleSink(summary=summary)] if sinks is None else arguments.checked_sinks(sinks)
+        outputs += [] if folder is None else with_report(JsonlSink(folder))
         self._desk = Desk(Policy(policy, strict=strict), outputs, self._progress)
         self._session: Session | None = None
         self._not_watched: list[str] = []
@@ -181,8 +180,11 @@ class Guardian:
         return make_report(self._model(), self.guards, self._desk, self._progress, unseen)
 
     def log(self, **metrics: Any) -> None:
-        """Note numbers of your own under the newest step; a tensor is read from its device by this call."""
-        numbers = {name: float(value) for name, value in metrics.items()}
+        """Note numbers of your own under the newest step: numbers, NaN too, or tensors of one element, which are read.
+
+        Raises GuardUsageError, naming the metric, for anything else.
+        """
+        numbers = arguments.checked_metrics(metrics)
         self._progress.metrics.update(numbers)
         self._desk.log(max(self._progress.step - 1, 0), numbers)
 

@@ -44,7 +44,8 @@ class Ledger:
 
     def drop(self, prefix: str) -> None:
         """Forget the entries whose name starts so: they belong to gradients that were thrown away."""
-        self._waiting = [entry for entry in self._waiting if not entry[1].startswith(prefix)]
+        if self._waiting:
+            self._waiting = [entry for entry in self._waiting if not entry[1].startswith(prefix)]
 
     def clear(self) -> None:
         """Forget what waits, without reading it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,27 +15,25 @@ from gpt_guard.hooks.gradients import Gradients
 from gpt_guard.hooks.losses import LossScale
 from gpt_guard.hooks.optimizer import innermost
 from gpt_guard.hooks.scaler import GradScaler
+from gpt_guard.hooks.scaler_use import ScalerUse
 from gpt_guard.hooks.watch import Watch
+from gpt_guard.ledger import Readings
 from gpt_guard.observing import amount
 from gpt_guard.progress import Progress
 from gpt_guard.records import Moment, Observation
 from gpt_guard.roster import Roster
 from gpt_guard.stepping import Steps
+from gpt_guard.unseen import Unseen
 
 
 class Loop:
     """Listens to forward, backward, optimizer and scaler.
 
-    `evaluating` is True inside of `guardian.evaluating()`. `backwards` counts the backward calls that were ours,
-    `attempts` the steps that were begun or skipped; `saw_modules` is True once modules ran without a call of the model
-    itself.
+    `evaluating` is True inside of `guardian.evaluating()`; `unseen` counts what passes by, and says what it missed.
     """
 
     def __init__(self, watch: Watch, roster: Roster, desk: Desk, progress: Progress) -> None:
-        self.evaluating = False
-        self.backwards = 0
-        self.attempts = 0
-        self.saw_modules = False
+        self.unseen = Unseen(watch, progress)
         self._watch = watch
         self._roster = roster
         self._progress = progress
@@ -42,8 +41,10 @@ class Loop:
         places = {name: place for place, name in enumerate(watch.tracked)}
         held = [watch.held_by(index) for index in range(len(watch.optimizers))]
         self._clearing = [Clearing([places[name] for name in names]) for names in held]
+        self._left_in = [partial(self._gradients.largest, names, immediate=watch.immediate) for names in held]
         self._steps = Steps(watch, self._gradients, roster, desk, progress)
         self._scale = LossScale()
+        self._use = ScalerUse()
         self._loss: Tensor | None = None
         self._threads: set[int] = set()
         self._stepped = False
@@ -51,13 +52,22 @@ class Loop:
         self._observed: Observation | None = None
         self._fired = False
 
+    @property
+    def evaluating(self) -> bool:
+        """Kept where guards can see it."""
+        return self._watch.evaluating
+
+    @evaluating.setter
+    def evaluating(self, inside: bool) -> None:
+        self._watch.evaluating = inside
+
     # Forward: calls of the model itself.
 
     def forward_begins(self) -> None:
         """Note whether this is training or evaluation, and how much data it takes."""
         watch = self._watch
         self._threads.add(threading.get_ident())
-        watch.evaluation = self.evaluating or not torch.is_grad_enabled()
+        watch.evaluation = watch.evaluating or not torch.is_grad_enabled()
         if not watch.evaluation:
             samples, tokens = amount(watch.tap.inputs)
             self._progress.samples += samples
@@ -72,10 +82,11 @@ class Loop:
         if self._watch.evaluation:
             self._watch.tap.inputs = None
         if self._watch.evaluation and not self._watch.immediate:
-            readings = self._steps.early()
-            self._roster.judge(
-                Observation(step=self._watch.step, moment=Moment.FORWARD, evaluation=True, readings=readings)
-            )
+            self._judge_early(self._steps.early(), evaluation=True)
+
+    def _judge_early(self, readings: Readings, *, evaluation: bool = False) -> None:
+        seen = Observation(step=self._watch.step, moment=Moment.FORWARD, evaluation=evaluation, readings=readings)
+        self._roster.judge(seen)
 
     # Backward: every one in the process; ours is one that changes gradients of ours.
 
@@ -88,11 +99,12 @@ class Loop:
         if not watch.closure:
             self._open = [0] * len(self._open)
         cleared = self._gradients.mark()
-        for clearing in self._clearing:
-            clearing.backward_begins(self._gradients.state)
+        state = self._gradients.state
+        for index, clearing in enumerate(self._clearing):
+            clearing.backward_begins(state, self._left_in[index])
         if self._stepped or (cleared and watch.micro_batch):
             self._begin_step()
-        self._scale.backward_begins()
+        self._scale.backward_begins(losses)
         watch.scaling = self._scale.unit is not None
         self._loss = self._scale.loss(losses)
         if self._loss is not None:
@@ -114,7 +126,7 @@ class Loop:
         watch.scaling = self._scale.unit is not None
         if not ours:
             return
-        self.backwards += 1
+        self._use.backward_ended(self._scale.unit, fresh=self._scale.fresh, state=self._gradients.state)
         if loss is not None and loss.numel() == 1:
             watch.ledger.put(f"loss.{watch.micro_batch}", loss if loss.dim() == 0 else loss.detach().reshape(()))
         watch.micro_batch += 1
@@ -122,6 +134,8 @@ class Loop:
         for clearing in self._clearing:
             clearing.backward_ended(self._gradients.state)
         self._roster.call("after_backward")
+        if self.unseen.backward() and not watch.immediate:
+            self._judge_early(self._steps.unstepped())
 
     def backward_failed(self) -> None:
         """The backward raised, or a guard halted: be ready for the next one."""
@@ -133,19 +147,33 @@ class Loop:
     def loss_scaled(self, scaler: GradScaler, outputs: Any, scaled: Any) -> None:
         """Keep the scale for the backward that follows."""
         self._scale.offer(scaler, outputs, scaled)
+        self._use.scaled(self._scale.offered)
+
+    def _own(self, optimizer: Any) -> int | None:
+        inner = innermost(optimizer)
+        return next((index for index, own in enumerate(self._watch.optimizers) if own is inner), None)
+
+    def scaler_unscales(self, optimizer: Any) -> None:
+        """From here on the gradients of this optimizer are the true ones."""
+        if (index := self._own(optimizer)) is not None:
+            self._use.unscales(index)
 
     def scaler_steps(self, optimizer: Any) -> None:
         """A step may follow, or be skipped."""
         self._fired = False
+        if (index := self._own(optimizer)) is not None:
+            self.unseen.scaler_called()
+            self._use.scaler_steps(index, self._gradients.now())
 
     def scaler_stepped(self, optimizer: Any) -> None:
         """If none of our steps fired in between, the scaler has skipped it."""
-        inner = innermost(optimizer)
-        for index, own in enumerate(self._watch.optimizers):
-            if own is inner and not self._fired:
-                self.attempts += 1
-                self._end_step()
-                self._steps.skipped_outside(index)
+        index = self._own(optimizer)
+        if index is not None and not self._fired:
+            self.unseen.step()
+            self._end_step()
+            self._use.step_ended(index, [])
+            self._steps.skipped_outside(index)
+        self._use.scaler_stepped()
 
     # Optimizer.
 
@@ -155,11 +183,16 @@ class Loop:
         if self._open[index] > 1:
             return
         self._fired, self._observed = True, None
-        self.attempts += 1
+        self.unseen.step()
         watch = self._watch
         watch.step, watch.closure = self._progress.steps[index], closure
         if not closure:
-            watch.ledger.put("grads_uncleared", self._clearing[index].step_begins())
+            clearing = self._clearing[index]
+            watch.ledger.put("grads_uncleared", clearing.step_begins(self._gradients.now))
+            if clearing.left is not None:
+                watch.ledger.put("grads_left", clearing.left)
+            if self._use.seen:
+                self._use.put(watch.ledger, index, self._gradients.now())
             self._settle_before(index)
 
     def closure_ended(self, index: int) -> None:
@@ -187,6 +220,7 @@ class Loop:
         seen, self._observed = self._observed, None
         self._gradients.remember()
         self._clearing[index].step_ended(self._gradients.state)
+        self._use.step_ended(index, self._gradients.state)
         try:
             if seen is None:
                 # A closure that was never called: there is nothing to compare with.
@@ -197,6 +231,7 @@ class Loop:
                 self._steps.after(index, seen)
         finally:
             self._end_step()
+        self.unseen.step_ended()
 
     def _end_step(self) -> None:
         watch = self._watch
@@ -207,7 +242,7 @@ class Loop:
         watch.tap.inputs = None
         if watch.tap.order and not watch.tap.calls:
             # Where only methods of the model are called, no call of the model itself ever starts the order anew.
-            self.saw_modules = True
+            self.unseen.saw_modules = True
             watch.tap.forget()
 
     def finish(self) -> None:
@@ -215,5 +250,5 @@ class Loop:
         readings = self._steps.read()
         if readings and not self._watch.immediate:
             # A forward, or a backward, that no step has followed.
-            self._roster.judge(Observation(step=self._watch.step, moment=Moment.FORWARD, readings=readings))
+            self._judge_early(readings)
         self._roster.finish()

@@ -54,10 +54,16 @@ def observe(
         clipped_norm = total_norm(now.values()) if now else None
         if grad_norm is None:
             norms, grad_norm = now, clipped_norm
-    losses = [readings.pop(name) for name in list(readings) if name.startswith("loss.")]
+    losses: list[float] = []
+    lr: list[float] = []
+    for name in [*readings]:
+        if name.startswith("loss."):
+            losses.append(readings.pop(name))
+        elif name.startswith("lr."):
+            lr.append(readings.pop(name))
     facts |= {
         "loss": float(sum(losses)) if losses else None,
-        "lr": tuple([readings.pop(name) for name in list(readings) if name.startswith("lr.")]),
+        "lr": tuple(lr),
         "grad_norm": grad_norm,
         "grad_norm_clipped": clipped_norm,
         "clipped": _clipped(grad_norm, clipped_norm),
@@ -69,6 +75,7 @@ def observe(
 
 
 _BLANK = Observation(step=0, moment=Moment.BEFORE_STEP)
+_ALL_FIELDS = set(Observation.model_fields)
 
 
 def _with(seen: Observation, changes: dict[str, Any]) -> Observation:
@@ -76,7 +83,7 @@ def _with(seen: Observation, changes: dict[str, Any]) -> Observation:
     made = Observation.__new__(Observation)
     fill = object.__setattr__
     fill(made, "__dict__", seen.__dict__ | changes)
-    fill(made, "__pydantic_fields_set__", seen.__pydantic_fields_set__.union(changes))
+    fill(made, "__pydantic_fields_set__", _ALL_FIELDS)
     fill(made, "__pydantic_extra__", None)
     fill(made, "__pydantic_private__", None)
     return made

@@ -69,7 +69,7 @@ def _check_code(key: str) -> None:
         near = difflib.get_close_matches(key, entries(), n=3) if key.startswith("GG") else []
         raise GuardUsageError(
             f"policy has the key {key!r}, which is neither a finding code ({', '.join(near) or 'GG101'}), a family "
-            f"(GG1xx) nor a severity ({', '.join(Severity)})"
+            f"(GG1xx, or GG1 for short) nor a severity ({', '.join(Severity)})"
         )
 
 

@@ -54,23 +54,23 @@ def clean(text: str) -> str:
     return "".join(visible)
 
 
-def block(label: str, text: str) -> list[str]:
-    """Lines of `text` wrapped to the width beside `label`; no line at all where `text` is empty."""
+def block(label: str, text: str, width: int = WIDTH) -> list[str]:
+    """Lines of `text` wrapped to `width` columns beside `label`; no line at all where `text` is empty."""
     lines = [
         wrapped
         for line in clean(text).strip().split("\n")
-        for wrapped in textwrap.wrap(line, WIDTH - _LABEL, break_on_hyphens=False)
+        for wrapped in textwrap.wrap(line, width - _LABEL, break_on_hyphens=False)
     ]
     return [f"{label if first else '':<{_LABEL}}{line}" for first, line in _marked(lines)] if lines else []
 
 
-def numbered(label: str, texts: Iterable[str]) -> list[str]:
+def numbered(label: str, texts: Iterable[str], width: int = WIDTH) -> list[str]:
     """The texts as an ordered list beside `label`."""
     lines: list[str] = []
     for position, text in enumerate(texts, start=1):
         mark = f"{position}. "
-        width = WIDTH - _LABEL - len(mark)
-        for first, line in _marked(textwrap.wrap(clean(text), width, break_on_hyphens=False)):
+        room = width - _LABEL - len(mark)
+        for first, line in _marked(textwrap.wrap(clean(text), room, break_on_hyphens=False)):
             head = label if first and position == 1 else ""
             lines.append(f"{head:<{_LABEL}}{mark if first else ' ' * len(mark)}{line}")
     return lines
@@ -80,15 +80,19 @@ def _marked(lines: Sequence[str]) -> list[tuple[bool, str]]:
     return [(position == 0, line) for position, line in enumerate(lines)]
 
 
-def render_finding(finding: Finding) -> str:
-    """The whole finding as plain text, at most 100 columns wide; what is not known is left out."""
+def render_finding(finding: Finding, width: int = WIDTH) -> str:
+    """The whole finding as plain text, at most `width` columns wide; what is not known is left out."""
+
+    def beside(label: str, text: str) -> list[str]:
+        return block(label, text, width)
+
     parts = [
-        textwrap.wrap(clean(f"{finding.code} {finding.title}"), WIDTH),
-        block("seen", finding.seen) + block("tensor", _tensor(finding.tensor)),
-        block("where", _where(finding)) + _line_of_code(finding) + block("made by", finding.origin or ""),
-        block("healthy", _healthy(finding.last_healthy)) + _table(finding.history),
-        numbered("likely", finding.causes[:_CAUSES]),
-        block("next test", finding.next_test) + block("fix", finding.fix) + _explain(finding),
+        textwrap.wrap(clean(f"{finding.code} {finding.title}"), width),
+        beside("seen", finding.seen) + beside("tensor", _tensor(finding.tensor)),
+        beside("where", _where(finding)) + _line_of_code(finding, width) + beside("made by", finding.origin or ""),
+        beside("healthy", _healthy(finding.last_healthy)) + _table(finding.history),
+        numbered("likely", finding.causes[:_CAUSES], width),
+        beside("next test", finding.next_test) + beside("fix", finding.fix) + beside("more", _explain(finding)),
     ]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
@@ -108,11 +112,11 @@ def _one_line(text: str) -> str:
     return words if len(words) <= _SHORT else f"{words[: _SHORT - 4]} ..."
 
 
-def _explain(finding: Finding) -> list[str]:
+def _explain(finding: Finding) -> str:
     if not finding.code.startswith("GG"):
-        return []
+        return ""
     left = len(finding.causes) - _CAUSES
-    return block("more", f"gpt-guard explain {finding.code}" + (f"  ({left} more causes)" if left > 0 else ""))
+    return f"gpt-guard explain {finding.code}" + (f"  ({left} more causes)" if left > 0 else "")
 
 
 def _tensor(stats: TensorStats | None) -> str:
@@ -169,15 +173,15 @@ def _where(finding: Finding) -> str:
     return "\n".join(", ".join(parts) for parts in (what, when) if parts)
 
 
-def _line_of_code(finding: Finding) -> list[str]:
+def _line_of_code(finding: Finding, width: int) -> list[str]:
     line = finding.where
     if line is None:
         return []
     place = f"{_from_here(line.file)}:{line.line} in {line.function}"
-    room = WIDTH - _LABEL
+    room = width - _LABEL
     # A path is shortened at its front and never wrapped: its end, with the line number, is what gets copied.
     place = place if len(place) <= room else f"...{place[3 - room :]}"
-    return block("line", f"{place}\n{line.text}")
+    return block("line", f"{place}\n{line.text}", width)
 
 
 def _from_here(file: str) -> str:

@@ -22,6 +22,8 @@ def read_report(path: str | PathLike[str]) -> Report:
 
     Raises GuardUsageError where there is none: no such file, too large, no JSON, another schema, a damaged entry.
     """
+    if not isinstance(path, (str, PathLike)):
+        raise GuardUsageError(f"read_report({path!r:.60}) cannot work: give the path of a report's JSON file")
     file = Path(path)
     try:
         if file.stat().st_size > MAX_REPORT_BYTES:

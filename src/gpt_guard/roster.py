@@ -43,8 +43,14 @@ class Roster:
 
     def call(self, moment: str, *args: Any) -> None:
         """Run one moment method of every guard that has it."""
+        # As `_safely` does, without a call more for each guard.
         for guard, method in self._calls[moment]:
-            self._safely(guard, method, *args)
+            try:
+                method(*args)
+            except GuardError:
+                raise
+            except Exception as error:
+                self._drop(guard, error)
 
     def listen(self, listener: Callable[..., None], *args: Any) -> None:
         """Run what a guard has registered, unless that guard is switched off by now."""
@@ -57,7 +63,13 @@ class Roster:
     def judge(self, seen: Observation) -> None:
         """Let the guards judge an observation and submit what they find."""
         for guard in self._judges[seen.moment]:
-            self._safely(guard, self._submit_all, guard, guard.judge, seen)
+            try:
+                for found in guard.judge(seen):
+                    self._submit_named(guard, found)
+            except GuardError:
+                raise
+            except Exception as error:
+                self._drop(guard, error)
 
     def finish(self) -> None:
         """Let the guards say what can only be said at the end."""
@@ -82,7 +94,10 @@ class Roster:
 
     def _submit_all(self, guard: Guard, find: Callable[..., Iterable[Finding]], *args: Any) -> None:
         for found in find(*args):
-            self._submit(found if found.guard else found.model_copy(update={"guard": guard.name}))
+            self._submit_named(guard, found)
+
+    def _submit_named(self, guard: Guard, found: Finding) -> None:
+        self._submit(found if found.guard else found.model_copy(update={"guard": guard.name}))
 
     def _safely(self, guard: Guard, act: Callable[..., None], *args: Any) -> None:
         try:

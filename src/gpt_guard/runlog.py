@@ -19,6 +19,7 @@ from gpt_guard.records import RUN_SCHEMA, Finding, Observation, Record
 RUN_FILE = "steps.jsonl"
 # A step line has a few hundred bytes and a finding about ten thousand; far above, it is no run log.
 MAX_LINE_BYTES = 1 << 22
+_MOST_STEPS = 2**63 - 1
 _FAMILY, _, _VERSION = RUN_SCHEMA.rpartition("/")
 R = TypeVar("R", bound=Record)
 
@@ -50,6 +51,8 @@ def read_run(path: str | PathLike[str]) -> RunLog:
     A torn line is tolerated at the end, and before the header of a run that was resumed. Raises FileNotFoundError where
     there is no log, and GuardUsageError (a ValueError) for a file of another kind, a newer schema or a damaged line.
     """
+    if not isinstance(path, (str, PathLike)):
+        raise GuardUsageError(f"read_run({path!r:.60}) cannot work: give a run_dir of Guardian, or its {RUN_FILE}")
     file = Path(path)
     if file.is_dir():
         file = file / RUN_FILE
@@ -124,7 +127,7 @@ def _supported(header: dict[str, Any], place: str) -> dict[str, Any]:
     family, _, version = str(schema).rpartition("/")
     if family != _FAMILY or not version.isdecimal():
         raise GuardUsageError(f"{place}: not a gpt_guard run log: schema is {schema!r:.60}, expected {RUN_SCHEMA!r}")
-    if int(version) != int(_VERSION):
+    if version != _VERSION:
         raise GuardUsageError(
             f"{place}: written with schema {schema!r}, this gpt_guard reads {RUN_SCHEMA!r}; "
             f"read it with the gpt_guard that wrote it, or a newer one"
@@ -142,8 +145,16 @@ def _observation(line: dict[str, Any], place: str) -> Observation:
 
 def _validated(kind: type[R], fields: dict[str, Any], place: str) -> R:
     try:
-        return kind.model_validate(fields)
+        made = kind.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         field = ".".join(map(str, first["loc"]))
-        raise GuardUsageError(f"{place}: damaged {kind.__name__.lower()}: {field}: {first['msg']}") from None
+        raise GuardUsageError(f"{place}: damaged {_word(kind)}: {field}: {first['msg']}") from None
+    step = getattr(made, "step", None)
+    if step is not None and not 0 <= step <= _MOST_STEPS:
+        raise GuardUsageError(f"{place}: damaged {_word(kind)}: step {step!s:.20} cannot be a number of steps")
+    return made
+
+
+def _word(kind: type[Record]) -> str:
+    return kind.__name__.removeprefix("Logged").lower()

@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gpt_guard.callbacks.base import Guard
-from gpt_guard.catalogue import finding
 from gpt_guard.desk import Desk
 from gpt_guard.hooks import scaler as scaling
 from gpt_guard.hooks.backward import BACKWARD
@@ -24,7 +23,6 @@ from gpt_guard.hooks.optimizer import StepHooks
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.loop import Loop
 from gpt_guard.progress import Progress
-from gpt_guard.records import Moment, Severity
 from gpt_guard.roster import Roster
 
 
@@ -45,8 +43,6 @@ class Session:
         run_dir: Path | None = None,
     ) -> None:
         self._desk = desk
-        self._progress = progress
-        self._first_step = progress.step
         with ExitStack() as undo:
             tap = ForwardTap(model, immediate=immediate)
             undo.callback(tap.close)
@@ -85,63 +81,14 @@ class Session:
 
     def blind_spots(self) -> list[str]:
         """What cannot be seen in this stretch; empty means that everything asked for is watched."""
-        inside = [f"the inside of the compiled {name or 'model'}" for name in self.watch.tap.inside_compiled]
-        if self._unseen_forward():
-            inside.append("forward passes: the model was never called")
-        return inside + self.roster.blind_spots()
-
-    def _unseen_forward(self) -> bool:
-        tap, loop = self.watch.tap, self.loop
-        # Where no guard watches modules, calls of the model's parts are not seen; their gradients tell of them.
-        return tap.calls == 0 and not tap.order and not loop.saw_modules and (tap.watching or not loop.backwards)
+        return self.loop.unseen.blind_spots() + self.roster.blind_spots()
 
     def finish(self) -> None:
         """Complete what still waits, let the guards speak at the end, and say what was never seen."""
         self.loop.finish()
         # A run that is cut short has not had its chance to be seen.
         if not self._desk.quiet:
-            self._report_coverage()
-
-    def _report_coverage(self) -> None:
-        stepped = self._progress.step - self._first_step + self._progress.skipped
-        if self.watch.tap.inside_compiled:
-            self._say_compiled()
-        elif self._unseen_forward():
-            self._say_uncalled(stepped)
-        if self.watch.optimizers and not self.loop.attempts:
-            seen = f"{self.loop.backwards} backward calls reached the model" if self.loop.backwards else "no backward"
-            self._desk.submit(
-                finding(
-                    "GG903",
-                    f"No optimizer step was seen inside the Guardian ({seen}).",
-                    likely=["other_optimizer" if self.loop.backwards else "no_backward"],
-                    moment=Moment.EXIT,
-                )
-            )
-
-    def _say_compiled(self) -> None:
-        names = [name or "(the model itself)" for name in self.watch.tap.inside_compiled]
-        root = not self.watch.tap.modules
-        seen = "Neither inputs nor outputs of the model" if root else "Outputs of the compiled part"
-        self._desk.submit(
-            finding(
-                "GG901",
-                f"Hooks inside compiled modules do not fire: {', '.join(names)}. {seen} are seen; loss, gradients and "
-                f"parameters are watched.",
-                severity=Severity.WARNING if root else Severity.INFO,
-                moment=Moment.EXIT,
-            )
-        )
-
-    def _say_uncalled(self, stepped: int) -> None:
-        self._desk.submit(
-            finding(
-                "GG902",
-                f"No forward of the model ({type(self.watch.model).__name__}) was seen in {stepped} steps and "
-                f"{self.loop.backwards} backward calls: its outputs were not watched.",
-                moment=Moment.EXIT,
-            )
-        )
+            self.loop.unseen.finish()
 
     def close(self) -> None:
         """Detach everything."""

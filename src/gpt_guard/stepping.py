@@ -44,7 +44,8 @@ class Steps:
     def begin(self) -> None:
         """A new step is being prepared: the losses of the last one no longer count."""
         self._losses = {}
-        self._kept = {name: value for name, value in self._kept.items() if not name.startswith("loss.")}
+        if self._kept:
+            self._kept = {name: value for name, value in self._kept.items() if not name.startswith("loss.")}
         self._watch.ledger.drop("loss.")
 
     def before(self, index: int) -> Observation:
@@ -147,9 +148,15 @@ class Steps:
         self._kept |= readings
         return readings
 
+    def unstepped(self) -> Readings:
+        """As `early`, where no step may ever come to use what is kept: only the losses are."""
+        readings = self.read()
+        self._kept |= {name: value for name, value in readings.items() if name.startswith("loss.")}
+        return readings
+
     def _rest(self) -> Readings:
         kept, self._kept = self._kept, {}
-        return kept | self.read()
+        return kept | self.read() if kept else self.read()
 
     def read(self) -> Readings:
         """The one host read: returns what was measured before the step, completes the step before it."""

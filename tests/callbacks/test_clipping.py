@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -94,6 +95,30 @@ def test_clipping_that_hides_a_stalled_run_is_a_warning_once() -> None:
 def test_while_the_loss_falls_it_is_only_information() -> None:
     (finding,) = train(1.0, 0.1, learn=True, steps=80)
     assert (finding.code, finding.severity, finding.step) == ("GG206", Severity.INFO, 49)
+
+
+def fed(ratio: float, loss: Callable[[int], float], steps: int = 200) -> list[tuple[int | None, Severity]]:
+    clipping = Clipping(window=50, share=0.9, ratio=2.0)
+    seen = (observation(step, ratio, 1.0, loss(step)) for step in range(steps))
+    return [(f.step, f.severity) for each in seen for f in clipping.judge(each)]
+
+
+def noise(step: int) -> float:
+    return 2.0 + random.Random(step).gauss(0.0, 0.3)
+
+
+def test_a_loss_that_does_not_fall_is_a_warning_only_under_hard_clipping() -> None:
+    # Policies and GANs have such losses, and are clipped to a part of their norm as a habit.
+    assert fed(2.6, noise) == [(49, Severity.INFO)]
+    assert fed(40.0, noise) == [(49, Severity.WARNING)]
+
+
+def test_a_loss_that_rises_is_a_warning() -> None:
+    assert fed(2.6, lambda step: noise(step) + 0.1 * step) == [(49, Severity.WARNING)]
+
+
+def test_a_loss_that_stops_to_fall_is_not_told_twice() -> None:
+    assert fed(40.0, lambda step: noise(step) + max(0.0, 5.0 - 0.1 * step)) == [(49, Severity.INFO)]
 
 
 def test_clipping_of_few_steps_is_quiet() -> None:

@@ -76,6 +76,52 @@ def test_zero_gradient_with_zero_loss_is_told_when_it_lasts() -> None:
     assert "nothing is left in it" in finding.causes[0]
 
 
+def test_a_loss_that_was_learned_to_zero_is_information() -> None:
+    x, y = torch.randn(8, 8), torch.randint(4, (8,))
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    with Guardian(model, optimizer, guards=[GradNormMonitor()], summary=False, sinks=[]) as guardian:
+        for _ in range(120):
+            optimizer.zero_grad()
+            F.multi_margin_loss(model(x), y).backward()
+            optimizer.step()
+    (finding,) = [each for each in guardian.findings if each.code == "GG201"]
+    assert finding.severity is Severity.INFO
+    assert "learned" in finding.causes[0]
+
+
+@pytest.mark.parametrize(("steps", "told"), [(2, []), (8, [7]), (80, [49])])
+def test_a_loss_of_zero_from_the_start_is_a_warning_when_it_lasts(steps: int, told: list[int]) -> None:
+    findings = guarded(steps, change=lambda step, loss: loss * 0.0)
+    assert [(f.code, f.step, f.severity) for f in findings] == [("GG201", step, Severity.WARNING) for step in told]
+
+
+def test_rewards_that_come_late_are_quiet() -> None:
+    assert guarded(40, change=lambda step, loss: loss * float(step > 20), lr=1e-3) == []
+
+
+@pytest.mark.parametrize("how", ["item", "no_grad"])
+def test_a_loss_without_a_graph_is_told_at_once(how: str) -> None:
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with Guardian(model, optimizer, guards=[GradNormMonitor()], summary=False, sinks=[]) as guardian:
+        for _ in range(6):
+            optimizer.zero_grad()
+            x = torch.randn(8, 8)
+            if how == "item":
+                loss = torch.tensor(model(x).square().mean().item(), requires_grad=True)
+            else:
+                with torch.no_grad():
+                    loss = model(x).square().mean()
+                loss.requires_grad_()
+            loss.backward()
+            optimizer.step()
+    (finding,) = guardian.findings
+    assert (finding.code, finding.step) == ("GG220", 0)
+    assert "was called on a leaf" in finding.seen
+    assert ".item()" in finding.causes[0]
+
+
 def test_dead_relus_are_told() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1, bias=False))
     nn.init.constant_(model[0].bias, -100.0)  # type: ignore[arg-type]  # a Linear has one
@@ -153,6 +199,18 @@ def observation(step: int, norm: float, loss: float | None, *, clipped_to: float
 
 def usual(steps: int) -> list[float]:
     return [1.0 + 0.3 * math.sin(step) for step in range(steps)]
+
+
+def test_a_jump_of_norm_and_loss_in_one_step_is_an_odd_batch_first() -> None:
+    losses = [2.0] * 40
+    (finding,) = observe([*usual(40), 500.0], losses=[*losses, 400.0])
+    assert finding.causes[0].startswith("One odd batch")
+
+
+def test_a_climb_over_several_steps_is_the_learning_rate_first() -> None:
+    climb = [2.5, 5.0, 9.0]
+    findings = observe([*usual(40), *climb, 40.0], losses=[2.0] * 40 + [3.0, 6.0, 12.0, 60.0])
+    assert findings[0].causes[0].startswith("The learning rate is too high")
 
 
 def test_nan_norms_enter_no_history() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 
 import pytest
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from gpt_guard.callbacks.grad_norm import GradNormMonitor
 from gpt_guard.callbacks.missing_gradients import common_path, shown
 from gpt_guard.guardian import Guardian
-from gpt_guard.records import Finding
+from gpt_guard.records import Finding, Severity
 
 WIDTH = 8
 
@@ -138,6 +139,44 @@ def test_a_layer_used_now_and_then_is_healthy_once_it_was_used() -> None:
     assert watch(Net(sometimes)) == []
 
 
+def skip_last(net: Net, x: Tensor) -> Tensor:
+    for block in net.blocks[:-1]:
+        x = x + block(x)
+    extra: Tensor = net.extra(x)
+    return x + extra
+
+
+@pytest.mark.parametrize(("steps", "told"), [(4, 3), (5, 4), (30, 4)])
+def test_a_loop_that_ends_one_early_is_told_as_an_unused_layer(steps: int, told: int) -> None:
+    (finding,) = watch(Net(skip_last), steps=steps)
+    assert (finding.code, finding.severity, finding.step) == ("GG202", Severity.WARNING, told)
+    assert finding.module == "blocks.3.0"
+    assert "a loop that ends one early" in finding.causes[0]
+    assert "one after another in every forward" in finding.seen
+
+
+def test_stochastic_depth_is_quiet() -> None:
+    draw = random.Random(0)
+
+    def drop(net: Net, x: Tensor) -> Tensor:
+        for place, block in enumerate(net.blocks):
+            if place != 1 and draw.random() < 0.7:
+                x = x + block(x)
+        extra: Tensor = net.extra(x)
+        return x + extra
+
+    assert watch(Net(drop), steps=40) == []
+
+
+def test_heads_of_tasks_that_come_later_are_quiet_for_a_while() -> None:
+    def head(net: Net, x: Tensor) -> Tensor:
+        extra: Tensor = net.extra(x)
+        result: Tensor = extra + net.blocks[0](extra)
+        return result
+
+    assert watch(Net(head), steps=40) == []
+
+
 class Experts(nn.Module):
     """A router and its experts; expert 3 never gets a token while `closed`."""
 
@@ -163,6 +202,7 @@ def test_an_expert_without_tokens_is_quiet_for_a_while() -> None:
 def test_an_expert_that_never_gets_a_token_is_told_in_the_end() -> None:
     (finding,) = watch(Experts(), steps=60)
     assert (finding.code, finding.step, finding.module) == ("GG202", 49, "experts.3.0")
+    assert finding.severity is Severity.INFO
     assert finding.evidence["why"] == {"dead_branch": 2}
     (sooner,) = watch(Experts(), steps=60, conditional_after=8)
     assert sooner.step == 7

@@ -480,3 +480,16 @@ def test_text_from_files_is_escaped_everywhere() -> None:
     report = preflight(Subject(), [stage(ask)])
     assert "\x1b" not in str(report)
     assert "<b>" not in report._repr_html_()
+
+
+def noted(this: Stage, subject: Subject) -> Iterator[CheckResult]:
+    yield this.passed("four", 4, 4, notes=[catalogue.finding("GG613", "five threads")])
+
+
+def test_a_line_names_its_findings_and_failures_are_told_first() -> None:
+    report = preflight(Subject(), [stage(noted, "environment"), stage(cross)])
+    text = str(report)
+    assert "four: 4 | expected 4 | see GG613" in text
+    assert "three: 3 | expected 4 | see GG616" in text
+    assert "1 passed, 1 failed, 1 note" in text
+    assert text.index("\nGG616") < text.index("\nGG613")

@@ -111,6 +111,7 @@ def test_what_no_guard_sees_is_found_by_the_printed_command(
     assert status == 1
     assert stage in out
     assert code in out
+    assert name != "no-shift" or "It repeats its input" in out
 
 
 def test_the_same_commands_find_nothing_in_a_healthy_run(train: Run, in_run: Path) -> None:

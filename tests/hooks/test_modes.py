@@ -75,3 +75,23 @@ def test_the_result_is_passed_on() -> None:
     assert model.train() is model
     assert model.training
     log.close()
+
+
+def test_the_call_that_set_a_module_is_one_on_it_or_around_it() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Dropout()), nn.Dropout())
+    log = ModeLog(model)
+    log.open()
+    model.train()
+    model[0].train()
+    model[1].eval()
+    log.close()
+
+    def path(of: str | None, *, training: bool) -> str | None:
+        found = log.who(training=training, of=of)
+        return None if found is None else found[0]
+
+    assert path("0.0", training=True) == "0"
+    assert path("1", training=True) == ""
+    assert path(None, training=True) == "0"
+    assert path("1", training=False) == "1"
+    assert path("0.0", training=False) is None

@@ -14,7 +14,7 @@ from gpt_guard.guardian import Guardian
 from gpt_guard.hooks.scaler import GradScaler, checked_scaler, patches
 from gpt_guard.records import Observation
 
-_SCALE, _STEP = GradScaler.scale, GradScaler.step
+_SCALE, _STEP, _UNSCALE = GradScaler.scale, GradScaler.step, GradScaler.unscale_
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +22,7 @@ def class_as_found() -> Any:
     yield
     assert GradScaler.scale is _SCALE
     assert GradScaler.step is _STEP
+    assert GradScaler.unscale_ is _UNSCALE
 
 
 @pytest.fixture(params=["immediate", "per_step"])
@@ -196,7 +197,7 @@ def test_scaler_state_is_the_same_as_without(reads: Any) -> None:
 
 def test_which_classes_are_patched() -> None:
     assert patches(GradScaler("cpu")) == patches(None)
-    assert len(patches(OwnScaler("cpu"))) == 4
+    assert len(patches(OwnScaler("cpu"))) == 6
     assert patches(OwnScaler("cpu")) == patches(OwnScaler("cpu"))
     assert checked_scaler(None) is None
     with pytest.raises(GuardUsageError, match="int without scale, step, is_enabled"):

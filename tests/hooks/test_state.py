@@ -79,6 +79,50 @@ def test_a_mask_that_appears_is_quiet() -> None:
     assert turned(state) == []
 
 
+def test_negative_infinity_that_is_no_mask_is_named() -> None:
+    model = Model()
+    state = watch(model)
+    spoil(model.layer.weight, -math.inf)
+    spoil(model.norm.running_mean, -math.inf)  # type: ignore[arg-type]  # a BatchNorm that tracks
+    with torch.no_grad():
+        model.mean.copy_(torch.tensor([1.0, -math.inf, 2.0]))
+    assert turned(state) == ["layer.weight", "mean", "norm.running_mean"]
+    assert state.told == {"layer.weight", "norm.running_mean", "mean"}
+
+
+def test_negative_infinity_counts_in_what_is_trained_unless_it_was_there_at_the_start() -> None:
+    model = Model()
+    spoil(model.layer.bias, -math.inf)
+    state = watch(model)
+    assert state.masks == {id(model.layer.bias)}
+    assert bad_state(model, "", {}, state.masks) is None
+    spoil(model.layer.weight, -math.inf)
+    found = bad_state(model, "", {}, state.masks)
+    assert found is not None
+    assert found.name == "layer.weight"
+    model.layer.weight.requires_grad_(False)
+    assert bad_state(model, "", {}, state.masks) is None
+
+
+def test_what_becomes_finite_is_watched_again() -> None:
+    model = Model()
+    spoil(model.layer.bias)
+    state = watch(model)
+    assert list(state.settled_late()) == ["layer.bias"]
+    spoil(model.layer.bias, 1.0)
+    assert state.settled_late() == {}
+    assert state.watches("layer.bias")
+    assert turned(state) == []
+    spoil(model.layer.bias)
+    assert turned(state) == ["layer.bias"]
+    state.recover()
+    assert not state.watches("layer.bias")
+    spoil(model.layer.bias, 1.0)
+    state.recover()
+    assert state.watches("layer.bias")
+    assert state.told == set()
+
+
 def test_each_kind_can_be_left_out() -> None:
     model = Model()
     spoil(model.layer.weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gpt_guard.checks.forward import shifts_inside
 from gpt_guard.checks.report import PreflightReport
 from gpt_guard.records import Severity
 from mini_gpt import MiniGPT
@@ -96,7 +98,7 @@ def lora(project: Project) -> None:
     project.model = wholes.Adapted(CONFIG, trained_weights())
 
 
-def shifts_inside(project: Project) -> None:
+def labels_are_the_inputs(project: Project) -> None:
     def get_batch() -> tuple[Tensor, Tensor]:
         x, _ = project.healthy_batch()
         return x, x.clone()
@@ -118,7 +120,7 @@ DECODERS: dict[str, Prepare] = {
     "causal convolution": of_class(variants.Convolutional),
     "recurrent": recurrent,
     "torch's own layers": of_class(wholes.TorchDecoder),
-    "shifts inside": shifts_inside,
+    "shifts inside": labels_are_the_inputs,
     "bfloat16": bfloat16,
     "partly frozen": partly_frozen,
     "LoRA": lora,
@@ -191,3 +193,46 @@ def test_a_hugging_face_gpt2_passes(tmp_path: Path) -> None:
     project.config, project.get_batch = config, get_batch
     project.model_class = transformers.GPT2LMHeadModel
     fine(project.check(), DECODER)
+
+
+def in_bits(logits: Tensor, y: Tensor) -> Tensor:
+    return variants.cross_entropy(logits, y) / math.log(2)
+
+
+def squared(logits: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(logits, F.one_hot(y, logits.size(-1)).to(logits.dtype))
+
+
+@pytest.mark.parametrize(("loss_fn", "code"), [(in_bits, "GG659"), (squared, "GG656")])
+def test_an_unusual_loss_is_noted_and_fails_nothing(
+    tmp_path: Path, loss_fn: Callable[[Tensor, Tensor], Tensor], code: str
+) -> None:
+    report = healthy(tmp_path).check(only=["shapes", "initial-loss"], loss_fn=loss_fn)
+    assert report.passed, report
+    assert code in {finding.code for finding in report.findings}
+
+
+def test_one_that_learns_slowly_and_surely_is_warned_of(tmp_path: Path) -> None:
+    project = healthy(tmp_path)
+    recurrent(project)
+    report = project.check(only=["overfit"])
+    assert report.passed, report
+    assert {(finding.code, finding.severity) for finding in report.findings} == {("GG672", Severity.WARNING)}
+
+
+def test_weights_from_training_need_not_be_called_trained(tmp_path: Path) -> None:
+    project = healthy(tmp_path)
+    project.weights = trained_weights()
+    report = project.check(only=["initial-loss"])
+    assert report.passed, report
+    (line,) = (line for line in report.checks if line.title == "loss before training")
+    assert "come from training" in line.measured
+
+
+def test_no_fresh_model_is_taken_for_one_that_shifts_inside() -> None:
+    config = replace(CONFIG, embedding_dim=16, num_layers=1)
+    x = torch.randint(config.vocab_size, (4, BLOCK))
+    for seed in range(200):
+        torch.manual_seed(seed)
+        assert not shifts_inside(MiniGPT(config), x, config.vocab_size), seed
+        assert shifts_inside(wholes.ShiftingInside(config), x, config.vocab_size), seed

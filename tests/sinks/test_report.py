@@ -65,10 +65,11 @@ def test_two_runs_can_be_compared(tmp_path: Path) -> None:
 
 def test_an_evaluation_leaves_the_report_of_the_training(tmp_path: Path) -> None:
     train(tmp_path)
-    with Guardian(nn.Linear(2, 1).eval(), run_dir=tmp_path, sinks=[]):
+    model = nn.Linear(2, 1).eval()
+    with Guardian(model, run_dir=tmp_path, sinks=[]):
         pass
     assert read_report(tmp_path / RUN_REPORT_FILE).steps == 3
-    with Guardian(nn.Linear(2, 1).eval(), run_dir=tmp_path / "only", sinks=[]):
+    with Guardian(model, run_dir=tmp_path / "only", sinks=[]):
         pass
     assert read_report(tmp_path / "only" / RUN_REPORT_FILE).steps == 0
 
@@ -80,6 +81,26 @@ def test_a_folder_that_cannot_be_written_costs_no_training(tmp_path: Path, caplo
     assert guardian.step == 3
     assert "GG905" in caplog.text
     assert "ReportSink" in caplog.text
+
+
+@pytest.mark.parametrize("inside", ["", "deeper/runs"])
+def test_one_folder_that_cannot_be_written_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, inside: str
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("no folder")
+    with caplog.at_level(logging.INFO, "gpt_guard"):
+        guardian = train(file / inside if inside else file)
+    assert guardian.step == 3
+    assert [finding.code for finding in guardian.findings] == ["GG905"]
+    assert len(caplog.records) == 1
+    assert any("fingerprint.json cannot be read" in line for line in guardian.report().not_watched)
+
+
+def test_trouble_is_among_the_findings_at_once(tmp_path: Path) -> None:
+    (tmp_path / RUN_REPORT_FILE).mkdir()
+    guardian = train(tmp_path)
+    assert [finding.code for finding in guardian.findings] == ["GG905"]
 
 
 def test_trouble_is_over_when_it_is_opened_again(tmp_path: Path) -> None:

@@ -53,8 +53,8 @@ class Blame:
     `receiver` is the module that only received it; `after` the last module inside the maker that had returned. `state`
     is a parameter or buffer of the maker that was bad before. Where `certain` is False, `maker` is the closest that can
     be told; `ignored` says that the maker's outputs are not tested. `masked_rows` counts the rows that are -inf
-    throughout in what the maker works on, `bad_locals` names the variables of its code that are bad, `where` is its
-    line, where its code is still running.
+    throughout in what the maker works on, `neg_inf` names an input of it that holds -inf, as a mask does; `bad_locals`
+    names the variables of its code that are bad, `where` is its line, where its code is still running.
     """
 
     maker: int | None
@@ -63,6 +63,7 @@ class Blame:
     after: int | None = None
     state: BadState | None = None
     masked_rows: int = 0
+    neg_inf: str | None = None
     bad_locals: tuple[str, ...] = ()
     certain: bool = True
     ignored: bool = False
@@ -70,12 +71,19 @@ class Blame:
 
 
 def blame(
-    tap: ForwardTap, index: int, position: str, tensor: Tensor, *, entering: bool, untouched: dict[int, int]
+    tap: ForwardTap,
+    index: int,
+    position: str,
+    tensor: Tensor,
+    *,
+    entering: bool,
+    untouched: dict[int, int],
+    masks: frozenset[int] = frozenset(),
 ) -> Blame:
     """Find the maker of a bad tensor that module `index` has just returned, or been given.
 
     Runs inside of the module's call and reads tensors exactly: only after a failure. `untouched` are the versions that
-    float buffers had when the forward began.
+    float buffers had when the forward began, `masks` the ids of what was -inf when the watch began.
     """
     calls = [(tap.index[id(call.module)], call.inputs) for call in running_calls() if id(call.module) in tap.index]
     own = next((inputs for module, inputs in calls if module == index and inputs is not None), ((), {}))
@@ -85,11 +93,12 @@ def blame(
     received = (position, stats, tensor) if entering and stats is not None else _bad_input(tap, index, own)
     if received is None:
         assert stats is not None
-        state = bad_state(tap.modules[index], tap.names[index], untouched)
+        state = bad_state(tap.modules[index], tap.names[index], untouched, masks)
         inner = _last_inside(tap, returned, index, None)
         certain = not _wrote_to_input(tap, index, own)
         shown = Shown.read(position, stats)
-        return Blame(index, shown, after=inner, state=state, masked_rows=_masked_rows(own), certain=certain)
+        rows, low = _masked_rows(own), _neg_inf(own)
+        return Blame(index, shown, after=inner, state=state, masked_rows=rows, neg_inf=low, certain=certain)
     source = tap.source_of(received[2])
     if source is not None:
         return Blame(source, Shown.read(*received[:2]), index, ignored=True)
@@ -98,7 +107,8 @@ def blame(
     for outer, inputs in around:
         given = _given(tap, outer, inputs, received)
         if given is None:
-            return _made_between(tap, outer, receiver, received, returned, untouched, certain=inputs is not None)
+            state = bad_state(tap.modules[outer], tap.names[outer], untouched, masks)
+            return _made_between(tap, outer, receiver, received, returned, state, certain=inputs is not None)
         receiver, received = outer, given
     if not around and returned and index != 0:
         return Blame(None, Shown.read(*received[:2]), index, returned[-1])
@@ -118,7 +128,7 @@ def _made_between(
     receiver: int,
     received: _Bad,
     returned: Sequence[int],
-    untouched: dict[int, int],
+    state: BadState | None,
     *,
     certain: bool,
 ) -> Blame:
@@ -128,15 +138,23 @@ def _made_between(
         Shown.read(*received[:2]),
         receiver,
         _last_inside(tap, returned, outer, receiver),
-        bad_state(tap.modules[outer], tap.names[outer], untouched),
+        state,
         _masked_rows(inside.variables),
-        _bad_names(inside.variables),
-        certain,
+        bad_locals=_bad_names(inside.variables),
+        certain=certain,
         where=inside.line,
     )
 
 
-def blame_weighed(tap: ForwardTap, weighed: Weighed, number: int, shown: Shown, untouched: dict[int, int]) -> Blame:
+def blame_weighed(
+    tap: ForwardTap,
+    weighed: Weighed,
+    number: int,
+    shown: Shown,
+    untouched: dict[int, int],
+    masks: frozenset[int] = frozenset(),
+    neg_inf: str | None = None,
+) -> Blame:
     """The same for the first bad place of a forward, read before the step: all places before it were good.
 
     Parameters are still as the forward used them, and are read exactly.
@@ -145,17 +163,17 @@ def blame_weighed(tap: ForwardTap, weighed: Weighed, number: int, shown: Shown, 
     began, ended = weighed.spans[number]
     returned = weighed.order[:ended]
     if not place.entering:
-        state = bad_state(tap.modules[place.module], tap.names[place.module], untouched)
+        state = bad_state(tap.modules[place.module], tap.names[place.module], untouched, masks)
         # It stands in the order itself by now.
         inside = [index for index in weighed.order[began:ended] if index != place.module]
-        return Blame(place.module, shown, after=inside[-1] if inside else None, state=state)
+        return Blame(place.module, shown, after=inside[-1] if inside else None, state=state, neg_inf=neg_inf)
     if place.source is not None:
         return Blame(place.source, shown, place.module, ignored=True)
     if place.module == 0:
         return Blame(None, shown, 0)
     if place.caller is None:
         return Blame(None, shown, place.module, returned[-1] if returned else None)
-    state = bad_state(tap.modules[place.caller], tap.names[place.caller], untouched)
+    state = bad_state(tap.modules[place.caller], tap.names[place.caller], untouched, masks)
     inside = weighed.order[began:ended]
     return Blame(place.caller, shown, place.module, inside[-1] if inside else None, state)
 
@@ -201,6 +219,16 @@ def _masked_rows(inputs: Any) -> int:
         if stats is not None and stats.only_neg_inf and tensor.dim():
             return int((tensor == -float("inf")).all(-1).sum())
     return 0
+
+
+def _neg_inf(inputs: Any) -> str | None:
+    """The position of the first input that holds -inf and neither NaN nor +inf."""
+    args, kwargs = inputs
+    for position, tensor in walk({**dict(enumerate(args)), **kwargs}):
+        stats = describe(tensor)
+        if stats is not None and stats.only_neg_inf:
+            return position
+    return None
 
 
 def _last_inside(tap: ForwardTap, returned: Sequence[int], outer: int, receiver: int | None) -> int | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import combinations
 from statistics import median
 from typing import Any
 
@@ -16,19 +16,24 @@ from gpt_guard.render import learning_rates, number
 # What clip_grad_norm_ leaves is the same norm each time, to rounding; a division by a count of micro-batches is not.
 _PINNED = 0.01
 _EVERY = 10
+# Losses of reinforcement learning and GANs do not fall while they learn, and their norms are clipped to a few times
+# less as a habit: only far beyond it does a loss that does not fall make clipping suspicious.
+_HARD = 10.0
+_RISING = 4.0
 
 
 class Clipping:
     """The last `window` steps of one optimizer: norms before and after clipping, and the loss.
 
-    Looks at them every ten steps. Speaks as information while the loss is clearly falling, as a warning once it is not,
-    each at most once.
+    Looks at them every ten steps. Speaks once: as a warning where the loss does not fall and the norms are ten times
+    the limit, or the loss clearly rises; otherwise as information. After that only a loss that rises under hard
+    clipping is worth a warning of its own.
     """
 
     def __init__(self, *, window: int, share: float, ratio: float) -> None:
         self._share = share
         self._ratio = ratio
-        self._steps: deque[tuple[float, float, float | None]] = deque(maxlen=window)
+        self._steps: deque[tuple[float, float, float | None]] = deque(maxlen=int(window))
         self._taken = 0
         self._said: set[str] = set()
 
@@ -51,18 +56,22 @@ class Clipping:
             yield from self._speak(seen, len(clipped), limit, ratio)
 
     def _speak(self, seen: Observation, clipped: int, limit: float, ratio: float) -> Iterator[Finding]:
-        falling = clearly_falling([loss for _, _, loss in self._steps])
-        severity = Severity.INFO if falling else Severity.WARNING
+        losses = [loss for _, _, loss in self._steps]
+        falling, rising = clearly_falling(losses), clearly_rising(losses)
+        hard = ratio >= _HARD
+        warn = rising and hard if self._said else rising or (hard and not falling)
+        severity = Severity.WARNING if warn else Severity.INFO
         if severity in self._said:
             return
+        loss = "still falling" if falling else "rising" if rising else "not falling clearly"
         self._said.add(severity)
         total = len(self._steps)
         yield finding(
             "GG206",
             f"{clipped} of the last {total} steps ({clipped / total:.0%}) were clipped to a norm of {number(limit)}; "
             f"the norm before was {number(ratio)} times that (median), at lr {learning_rates(seen.lr)}. The loss is "
-            f"{'still falling' if falling else 'not falling clearly'} over these steps.",
-            likely=["threshold_low"] if falling else ["lr_too_high"],
+            f"{loss} over these steps.",
+            likely=["lr_too_high"] if warn else ["threshold_low"],
             severity=severity,
             step=seen.step,
             moment=Moment.BEFORE_STEP,
@@ -95,9 +104,26 @@ def clearly_falling(losses: Sequence[float | None]) -> bool:
     Econometrica 13, 1945): no shape of the curve or of the noise is assumed. Losses that are unknown or not finite are
     left out; with fewer than eight known ones the answer is no.
     """
+    return _trend(losses) > 2.0
+
+
+def clearly_rising(losses: Sequence[float | None]) -> bool:
+    """Whether they have an upward trend, by four standard deviations: a much rarer chance, for a louder word."""
+    return _trend(losses) < -_RISING
+
+
+def _trend(losses: Sequence[float | None]) -> float:
+    """The Mann-Kendall statistic in its standard deviations, positive where losses fall; 0 for fewer than eight."""
     known = [loss for loss in losses if loss is not None and math.isfinite(loss)]
     count = len(known)
     if count < 8:
-        return False
-    falls = sum((late < early) - (late > early) for early, late in combinations(known, 2))
-    return falls > 2.0 * math.sqrt(count * (count - 1) * (2 * count + 5) / 18.0)
+        return 0.0
+    # Each loss against all before it, which are kept in order: a count of pairs one by one takes ten times as long.
+    falls = 0
+    before: list[float] = []
+    for loss in known:
+        below = bisect_left(before, loss)
+        above = len(before) - bisect_right(before, loss, below)
+        falls += above - below
+        before.insert(below, loss)
+    return falls / math.sqrt(count * (count - 1) * (2 * count + 5) / 18.0)

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch.optim import Optimizer
 
 from gpt_guard.callbacks.base import Guard
-from gpt_guard.callbacks.mode_sensitive import Sensitive, described, sensitive_modules
+from gpt_guard.callbacks.eval_words import EACH_STEP, ONE_BY_ONE, Suspicion, call, evaluated_in_training
+from gpt_guard.callbacks.mode_rhythm import Rhythm
+from gpt_guard.callbacks.mode_sensitive import (
+    Sensitive,
+    cumulative_norms,
+    described,
+    recomputing_statistics,
+    sensitive_modules,
+    set_one_by_one,
+)
+from gpt_guard.callbacks.settings import patterns
 from gpt_guard.catalogue import finding
 from gpt_guard.hooks.frames import user_line
 from gpt_guard.hooks.watch import Watch
@@ -19,22 +28,15 @@ from gpt_guard.records import Finding, Moment, SourceLine
 _LOOK_AGAIN = 100
 
 
-@dataclass
-class _Suspicion:
-    """A forward without gradients while modules were in training mode, not yet known to be an evaluation."""
-
-    modules: list[Sensitive]
-    step: int
-    where: SourceLine | None
-    calls: int = 1
-
-
 class EvalModeAssert(Guard):
     """Says when the model's mode does not fit what is done with it.
 
     Runs when the model is called and after backward; compares flags only, never a tensor. Silent for a model in which
     mode changes nothing. A forward without gradients in training mode is held back until it is clear that it was no
-    part of training another model (a generator sampled for its discriminator).
+    part of training another model (a generator sampled for its discriminator). Where each step from the first on has
+    the same one or two (pseudo-labels), they are part of the algorithm, and only worth knowing; so is a model in eval
+    mode whose dropout layers were put back one by one (Monte Carlo dropout). What recomputes the statistics of
+    BatchNorm (torch.optim.swa_utils.update_bn) has to run in training mode.
 
     - `allow`: patterns of module paths whose mode is deliberate, such as `"*.mc_dropout"` for Monte Carlo dropout, or
       `"backbone.*"` for a frozen part.
@@ -43,7 +45,7 @@ class EvalModeAssert(Guard):
     judged_at: ClassVar[frozenset[Moment]] = frozenset({Moment.BEFORE_STEP})
 
     def __init__(self, allow: Iterable[str] = ()) -> None:
-        self._allow = (allow,) if isinstance(allow, str) else tuple(allow)
+        self._allow = patterns("EvalModeAssert", "allow", allow)
         self._trained: dict[str, int] = {}
         self._all_trained = -1
         self._said: set[str] = set()
@@ -52,7 +54,11 @@ class EvalModeAssert(Guard):
     def _clear(self) -> None:
         self._sensitive: list[Sensitive] = []
         self._modules: list[Any] = []
-        self._suspicion: _Suspicion | None = None
+        self._suspicion: Suspicion | None = None
+        self._held: Suspicion | None = None
+        self._rhythm = Rhythm()
+        self._cumulative: set[str] = set()
+        self._meant: set[str] = set()
         self._modes: list[bool] | None = None
         self._root_trains = True
         self._trained_modes: list[bool] | None = None
@@ -75,6 +81,7 @@ class EvalModeAssert(Guard):
     def _look(self) -> None:
         self._sensitive = sensitive_modules(self.watch.model, self._allow)
         self._modules = [each.module for each in self._sensitive]
+        self._cumulative = cumulative_norms(self._sensitive)
         self._modes = self._trained_modes = None
 
     # What the loop does.
@@ -83,7 +90,7 @@ class EvalModeAssert(Guard):
         if self._in_backward:
             # The last backward never came back to this model: what was sampled before it was for another one.
             self._in_backward = False
-            self._suspicion = None
+            self._clear_suspicion()
         if not self._modules:
             return
         watch = self.watch
@@ -96,34 +103,62 @@ class EvalModeAssert(Guard):
             self._suspect(training)
 
     def _suspect(self, training: list[Sensitive]) -> None:
-        watch, known = self.watch, self._suspicion
-        if known is None:
-            self._suspicion = known = _Suspicion(training, watch.step, user_line())
+        watch = self.watch
+        if recomputing_statistics(training, self._cumulative):
+            return
+        if set_one_by_one(watch.model):
+            self._tell(self._suspected(training), why=ONE_BY_ONE)
+            return
+        if watch.evaluating:
+            self._tell(self._suspected(training))
+            return
+        self._rhythm.calls += 1
+        if (known := self._suspicion) is None:
+            self._suspicion = known = self._suspected(training)
         else:
             known.calls += 1
-        if known.calls > 1 or not watch.optimizers or torch.is_grad_enabled():
-            self._tell()
+        in_a_row = known.calls > 1 and not self._rhythm.holds(known.calls)
+        if in_a_row or not watch.optimizers or torch.is_grad_enabled():
+            self._suspicion = None
+            self._tell(known)
+
+    def _suspected(self, training: list[Sensitive]) -> Suspicion:
+        return Suspicion(training, self.watch.step, user_line(), inside=self.watch.evaluating)
 
     def before_backward(self, loss: torch.Tensor) -> None:
         if self._in_backward:
-            self._suspicion = None
+            self._clear_suspicion()
         self._in_backward = True
+
+    def _clear_suspicion(self) -> None:
+        self._suspicion = None
+        self._rhythm.forget()
 
     def after_backward(self) -> None:
         self._in_backward = False
         modes, self._modes = self._modes, None
         if modes is None:
             # Checkpointing the whole model runs it without gradients first: that was this training step.
-            self._suspicion = None
+            self._clear_suspicion()
             modes = [module.training for module in self._modules]
             self._root_trains = self.watch.model.training
         self._trained_modes = modes
         self._backwards += 1
-        if self._backwards == 1:
-            # One call before training begins is a shape test or fills lazy parameters.
-            self._suspicion = None
-        elif self._suspicion is not None:
-            self._tell()
+        self._rhythm.backward()
+        known, self._suspicion = self._suspicion, None
+        if known is None:
+            return
+        if not self._rhythm.holds(known.calls):
+            self._tell(known)
+        elif self._held is None or self._held.step < known.step:
+            self._held = known
+
+    def _judge_rhythm(self) -> None:
+        """What was held back is told once a step shows that it is no part of each."""
+        if self._rhythm.step() and self._held is not None:
+            self._tell(self._held)
+        if not self._rhythm.usual:
+            self._held = None
 
     def after_step(self, optimizer: Optimizer) -> None:
         self._steps += 1
@@ -131,46 +166,24 @@ class EvalModeAssert(Guard):
             self._look()
 
     def finish(self) -> Iterable[Finding]:
-        if self._suspicion is not None and self._backwards and not self._in_backward:
-            self._tell()
+        known, rhythm = self._suspicion, self._rhythm
+        if known is not None and not self._in_backward and (self._backwards or known.calls > 1):
+            self._tell(known)
+        elif self._held is not None and rhythm.kept:
+            self._tell(self._held, why=EACH_STEP)
+        elif self._held is not None and rhythm.suspicious:
+            self._tell(self._held)
         return ()
 
     # What is said about it.
 
-    def _tell(self) -> None:
-        known, self._suspicion = self._suspicion, None
-        if known is None:
-            return
-        statistics = [each for each in known.modules if each.buffers]
-        who = self.watch.modes.who(training=True)
-        seen = (
-            f"The model was evaluated (a forward without gradients) with {len(known.modules)} of "
-            f"{len(self._sensitive)} mode-sensitive modules in training mode ({described(known.modules)})."
-        )
-        if statistics:
-            seen += f" The forward also changed the running statistics of {len(statistics)} of them."
-        seen += f" {_call('train', who)}" if who else " Nobody called .eval() on them since watching began."
-        self.watch.submit(
-            finding(
-                "GG501",
-                seen,
-                likely=["train_called"] if who else ["eval_forgotten"],
-                step=known.step,
-                moment=Moment.FORWARD,
-                evaluation=True,
-                module=known.modules[0].path,
-                module_class=type(known.modules[0].module).__name__,
-                where=known.where,
-                evidence={
-                    "modules": [each.path for each in known.modules[:50]],
-                    "count": len(known.modules),
-                    "statistics_changed": len(statistics),
-                },
-                guard=self.name,
-            )
-        )
+    def _tell(self, known: Suspicion, why: str = "") -> None:
+        if why not in self._meant:
+            self._meant |= {why} if why else set()
+            self.watch.submit(evaluated_in_training(self.watch, known, len(self._sensitive), why=why))
 
     def judge(self, seen: Any) -> Iterable[Finding]:
+        self._judge_rhythm()
         modes, self._trained_modes = self._trained_modes, None
         if modes is None:
             return
@@ -195,10 +208,10 @@ class EvalModeAssert(Guard):
                     "GG502", step, off, "They were in eval mode from the first step on.", ["never_train"]
                 )
             return
-        who = self.watch.modes.who(training=False)
+        who = self.watch.modes.who(training=False, of=changed[0].path)
         last = max(self._last_trained(each) for each in changed)
         story = f"They were in training mode until step {last}"
-        story += f"; {_call('eval', who)[:-1]} and never undone." if who else "."
+        story += f"; {call('eval', who)[:-1]} and never undone." if who else "."
         if len(off) == len(self._sensitive):
             yield from self._finding("GG503", step, off, story, ["eval_not_undone"], who)
         else:
@@ -238,10 +251,3 @@ class EvalModeAssert(Guard):
         self._trained = {str(path): int(step) for path, step in state["trained"].items()}
         self._all_trained = int(state["all_trained"])
         self._said = set(state["said"])
-
-
-def _call(method: str, who: tuple[str, SourceLine | None]) -> str:
-    path, line = who
-    target = f"model.{path}.{method}()" if path else f"model.{method}()"
-    where = f" in `{line.function}` ({line.file}:{line.line})" if line else ""
-    return f"{target} was called{where}."

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpt_guard.callbacks.base import Guard
+from gpt_guard.callbacks.settings import check_types
 from gpt_guard.catalogue import finding
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.fingerprint import (
@@ -50,10 +51,11 @@ class CheckpointFingerprint(Guard):
         texts: Mapping[str, str] | None = None,
         weights: bool = False,
     ) -> None:
+        check_types(CheckpointFingerprint, locals())
         self.tokenizer = tokenizer
         self.config = config
         self._data = as_paths(data)
-        self._texts = dict(texts or {})
+        self._texts = _texts(texts)
         self._weights = weights
         self._compared: dict[str, str] = {}
         self._noted: dict[str, str] = {}
@@ -116,7 +118,11 @@ class CheckpointFingerprint(Guard):
         earlier = None
         try:
             earlier = read_stamp(folder)
-        except (ValueError, OSError) as error:
+        except OSError as error:
+            # Trouble with the folder, and no word about what is in it: nothing is compared, and nothing written.
+            self._unseen.append(f"{folder / NAME} cannot be read ({error.strerror}): nothing is compared with it")
+            return
+        except ValueError as error:
             seen = f"the fingerprint of the earlier run cannot be read, and was written anew: {error}"
             yield finding("GG707", seen, likely=["foreign"], severity="warning")
         differences = list(self._differences(earlier, folder / NAME)) if earlier is not None else []
@@ -148,6 +154,14 @@ class CheckpointFingerprint(Guard):
                 write_stamp(folder, stamp)
         except OSError as error:
             self._unseen.append(f"{folder / NAME} cannot be written ({error.strerror}); a later run cannot compare")
+
+
+def _texts(given: Any) -> dict[str, str]:
+    if not isinstance(given or {}, Mapping) or not all(isinstance(text, str) for text in (given or {}).values()):
+        raise GuardUsageError(
+            f"CheckpointFingerprint(texts={given!r:.60}) cannot work: expected texts by name, {{'template': '...'}}"
+        )
+    return dict(given or {})
 
 
 def _own_config(model: Any) -> dict[str, Any] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -12,25 +11,25 @@ from torch.optim import Optimizer
 
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.blame import Blame, Shown, blame
+from gpt_guard.callbacks.finite_context import Context
 from gpt_guard.callbacks.finite_gradients import bad_gradient, confirmed
 from gpt_guard.callbacks.finite_late import LateReadings
-from gpt_guard.callbacks.finite_loss import is_loss, loss_of_module, loss_outside
-from gpt_guard.callbacks.finite_state import bad_after_step, bad_at_start, bad_before_use
-from gpt_guard.callbacks.finite_words import bad_from_outside, bad_output, mask_seen, module_name, scaler_stuck
+from gpt_guard.callbacks.finite_loss import loss_outside
+from gpt_guard.callbacks.finite_state import bad_after_step
+from gpt_guard.callbacks.finite_step import AtStep
+from gpt_guard.callbacks.finite_verdict import bad_batch, verdict
+from gpt_guard.callbacks.finite_words import scaler_stuck
+from gpt_guard.callbacks.settings import check_types, patterns
 from gpt_guard.hooks.frames import user_line
-from gpt_guard.hooks.graph import explain
-from gpt_guard.hooks.outputs import is_finite_scalar, measure
+from gpt_guard.hooks.outputs import is_finite_scalar
 from gpt_guard.hooks.reach import reaches
 from gpt_guard.hooks.state import StateWatch
-from gpt_guard.hooks.tensors import describe, looks_bad, walk
+from gpt_guard.hooks.tensors import describe
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Observation
 
 # From its default scale of 65536 a healthy GradScaler is at 1 after 16 skips; a few more and nothing helps.
 _STUCK_SCALER = 20
-# A loss that has grown tenfold within the last few steps has run away: the non-finite value is its end, not its cause.
-_RECENT = 6
-_RUN_AWAY = 10.0
 
 
 class FiniteGuard(Guard):
@@ -39,9 +38,11 @@ class FiniteGuard(Guard):
     On the CPU each module output is tested where it is made, with one sum; an exact test confirms before anything is
     said, so finite values that only overflow the sum stay quiet. On an accelerator minimum and maximum of each input
     and output wait on the device and are read once, before `step()`. -inf without NaN or +inf is what masks look like:
-    it is recorded (GG109), not halted on. Integer tensors have nothing to test; sharded ones are tested by their local
-    part; quantized, nested and meta tensors are listed as not watched. Modules with hooks do not take torch's fast path
-    for inference (nn.TransformerEncoderLayer, nn.MultiheadAttention): they compute the same by their usual one.
+    it is recorded (GG109), not halted on; trained parameters and running statistics that turn -inf are found. A bad
+    batch counts once an output, the loss or a gradient is bad with it: some models take NaN for a missing value.
+    Integer tensors have nothing to test; sharded ones are tested by their local part; quantized, nested and meta
+    tensors are listed as not watched. Modules with hooks do not take torch's fast path for inference
+    (nn.TransformerEncoderLayer, nn.MultiheadAttention): they compute the same by their usual one.
 
     - `ignore`: patterns of module paths whose outputs are not tested, e.g. `["head.*"]`; the rest is watched as usual.
     - `outputs`, `gradients`, `parameters`, `buffers`: what to watch; the loss always is.
@@ -58,21 +59,25 @@ class FiniteGuard(Guard):
         parameters: bool = True,
         buffers: bool = True,
     ) -> None:
-        self.ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+        check_types(FiniteGuard, locals())
+        self.ignore = patterns("FiniteGuard", "ignore", ignore)
         self.outputs = outputs
         self.gradients = gradients
         self.parameters = parameters
         self.buffers = buffers
-        self._masks: set[int] = set()
+        self._context = Context()
         self._skipped = 0
-        self._losses: deque[float] = deque(maxlen=_RECENT)
         self._begin()
 
     def _begin(self) -> None:
         # A forward that went bad is told once; so is a step, whose gradients follow from it.
         self._bad_forward = False
         self._bad_step = False
+        # Until the step has been judged, what is bad after it follows from that too.
+        self._told = False
+        self._batch: tuple[Blame, dict[str, Any]] | None = None
         self._micro_batch = 0
+        self._at_step = AtStep()
         self._untouched: dict[int, int] = {}
         self._loss: Tensor | None = None
         self._late = LateReadings()
@@ -87,11 +92,9 @@ class FiniteGuard(Guard):
             watch.forward_ended.append(self._forward_ended)
         if self.outputs:
             watch.tap.watch_outputs(self._suspect, self.ignore)
-        bad = self._state.settle()
+        # What is bad already may yet be loaded: it is told when a forward or a step uses it.
+        self._state.settle()
         self._untouched = self._state.buffer_versions()
-        for name, stats in bad.items():
-            if name in watch.parameters and not stats.only_neg_inf:
-                watch.submit(bad_at_start(watch, name, stats))
 
     def detach(self) -> None:
         """Drop what belongs to this stretch of the run."""
@@ -110,16 +113,9 @@ class FiniteGuard(Guard):
         if not watch.immediate:
             self._late.keep_forward(watch, self._micro_batch, self._untouched, evaluation=False)
         self._untouched = self._state.buffer_versions()
-        if watch.immediate and self.outputs and watch.tap.inputs is not None:
-            self._test_batch(*watch.tap.inputs)
-
-    def _test_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tap = self.watch.tap
-        for position, tensor in walk({**dict(enumerate(args)), **kwargs}):
-            number = measure(tap, 0, tensor)
-            if number - number != 0.0 and (stats := looks_bad(tensor)) is not None:
-                self._accuse(Blame(None, Shown.read(position, stats), 0), None, self._here_now())
-                return
+        if watch.immediate and self.outputs:
+            batch = bad_batch(watch)
+            self._batch = self._batch if batch is None else (batch, self._here_now())
 
     def _here_now(self) -> dict[str, Any]:
         return self._here(self._micro_batch, evaluation=self.watch.evaluation) | {"where": user_line()}
@@ -131,44 +127,27 @@ class FiniteGuard(Guard):
     def _suspect(self, index: int, position: str, tensor: Tensor, entering: bool) -> None:
         if self._bad_forward or (stats := describe(tensor)) is None:
             return
-        watch = self.watch
-        if stats.only_neg_inf:
-            self._note_mask(index, Shown.read(position, stats), self._here_now())
-            return
-        culprit = blame(watch.tap, index, position, tensor, entering=entering, untouched=self._untouched)
         here = self._here_now()
+        if stats.only_neg_inf:
+            self._context.note_mask(self.watch, index, Shown.read(position, stats), here)
+            return
+        tap, untouched, masks = self.watch.tap, self._untouched, self._state.masks
+        culprit = blame(tap, index, position, tensor, entering=entering, untouched=untouched, masks=masks)
+        if culprit.maker is None and culprit.receiver == 0 and self._batch is not None:
+            culprit, here = self._batch
         self._accuse(culprit, tensor, here if culprit.where is None else here | {"where": culprit.where})
-
-    def _note_mask(self, index: int, shown: Shown, here: dict[str, Any]) -> None:
-        if index not in self._masks:
-            self._masks.add(index)
-            self.watch.submit(mask_seen(self.watch, index, shown, here))
 
     def _accuse(self, culprit: Blame, tensor: Tensor | None, here: dict[str, Any]) -> None:
         self._bad_forward = self._bad_step = True
-        self.watch.submit(self._word(culprit, tensor, here))
+        for found in verdict(self.watch, self._state, self._context, culprit, tensor, here):
+            self.watch.submit(found)
 
-    def _word(self, culprit: Blame, tensor: Tensor | None, here: dict[str, Any]) -> Finding:
-        watch, state = self.watch, culprit.state
-        if state is not None:
-            assert culprit.maker is not None
-            name = watch.name_of(state.tensor) or state.name
-            known = "entry" if name in self._state.at_start else "good" if self._state.watches(name) else "unknown"
-            self._state.ignore(name)
-            return bad_before_use(watch, state, module_name(watch, culprit.maker), known, here)
-        if culprit.maker is None:
-            return bad_from_outside(watch, culprit, here)
-        if is_loss(watch, culprit):
-            return loss_of_module(watch, culprit, tensor, self._mask_names(), here, diverging=self._diverging())
-        operation = explain(tensor) if tensor is not None else None
-        return bad_output(watch, culprit, here, operation=operation, diverging=self._diverging())
-
-    def _diverging(self) -> bool:
-        """Whether the loss had run away before it, or anything else, became non-finite."""
-        return len(self._losses) > 1 and self._losses[-1] > _RUN_AWAY * min(self._losses) > 0.0
-
-    def _mask_names(self) -> list[str]:
-        return [self.watch.tap.names[index] for index in sorted(self._masks)]
+    def _accuse_batch(self) -> bool:
+        """Whether the training batch was bad: then it is told, since what goes bad after it follows from it."""
+        if self._batch is None or self._batch[1]["evaluation"]:
+            return False
+        self._accuse(self._batch[0], None, self._batch[1])
+        return True
 
     # Forward, where it is not: what waited is put into the ledger.
 
@@ -186,16 +165,14 @@ class FiniteGuard(Guard):
         if not watch.immediate:
             # What methods of the model have called: no call of the model itself has ended.
             self._late.keep_forward(watch, self._micro_batch, self._untouched, evaluation=False)
-        if not watch.immediate or self._bad_forward:
-            return
-        if is_finite_scalar(loss):
+        if not watch.immediate or self._bad_forward or is_finite_scalar(loss):
             return
         stats = describe(loss)
-        if stats is not None and reaches(loss, watch.tracked.values()):
+        if stats is not None and reaches(loss, watch.tracked.values()) and not self._accuse_batch():
             value = loss.item() if loss.numel() == 1 else math.nan
             self._bad_forward = self._bad_step = True
             here = {**self._here_now(), "moment": Moment.BEFORE_BACKWARD, "evaluation": False}
-            masks, diverging = self._mask_names(), self._diverging()
+            masks, diverging = self._context.mask_names(watch), self._context.diverging
             watch.submit(loss_outside(watch, value, loss, stats, masks, here, diverging=diverging))
 
     def after_backward(self) -> None:
@@ -207,7 +184,7 @@ class FiniteGuard(Guard):
             return
         if self.gradients and norms is not None and not watch.scaling and not self._bad_step:
             bad = confirmed(watch, norms.names, norms.norms)
-            if bad:
+            if bad and not self._accuse_batch():
                 self._bad_step = True
                 here = {"step": watch.step, "micro_batch": micro_batch, "where": user_line()}
                 watch.submit(bad_gradient(watch, bad, self._loss, here))
@@ -222,13 +199,10 @@ class FiniteGuard(Guard):
             self._late.keep_forward(self.watch, self._micro_batch, self._untouched, evaluation=False)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """One sum or fused norm over parameters and float buffers: NaN and infinity survive both."""
+        """One fused norm over parameters and float buffers: NaN and infinity survive it."""
         self._micro_batch = 0
-        state = self._state
-        state.note_after()
-        if self.watch.immediate and state.finite():
-            return
-        if (norms := state.norms()) is not None:
+        self._state.note_after()
+        if (norms := self._state.read() if self.watch.immediate else self._state.norms()) is not None:
             self.watch.ledger.put("finite.state", norms)
 
     def judge(self, seen: Observation) -> Iterable[Finding]:
@@ -237,9 +211,14 @@ class FiniteGuard(Guard):
             yield from self._judge_state(seen)
             if self.watch.immediate:
                 self._bad_forward = self._bad_step = False
+            self._told = False
             return
         if not self.watch.immediate:
             yield from self._judge_late(seen)
+        if seen.moment is Moment.BEFORE_STEP and not seen.skipped:
+            gradients = self.gradients and not self._bad_step
+            yield from self._at_step.judge(self.watch, self._state, seen, gradients=gradients)
+            self._bad_step = self._bad_step or self._at_step.bad
         if seen.skipped:
             self._skipped += 1
             self._micro_batch = 0
@@ -247,10 +226,10 @@ class FiniteGuard(Guard):
                 yield scaler_stuck(self.watch, self._skipped)
         elif seen.moment is Moment.BEFORE_STEP:
             self._skipped = 0
-            if seen.loss is not None and math.isfinite(seen.loss):
-                self._losses.append(seen.loss)
+            self._context.note_loss(seen)
         if seen.moment is Moment.BEFORE_STEP:
-            self._loss = None
+            self._loss = self._batch = None
+            self._told = self._told or self._bad_step
             if seen.skipped or not self.watch.immediate:
                 self._bad_forward = self._bad_step = False
 
@@ -258,22 +237,24 @@ class FiniteGuard(Guard):
         """One bad forward is told once, and nothing that follows from it in the same step."""
         watch = self.watch
         for index, shown, micro_batch, evaluation in self._late.masks(watch, seen.readings):
-            self._note_mask(index, shown, self._here(micro_batch, evaluation=evaluation))
-        for trouble in self._late.troubles(watch, seen.readings):
+            self._context.note_mask(watch, index, shown, self._here(micro_batch, evaluation=evaluation))
+        for trouble in self._late.troubles(watch, seen.readings, self._state.masks):
             if isinstance(trouble.what, Blame):
                 self._bad_step = self._bad_step or not trouble.evaluation
-                yield self._word(trouble.what, None, self._here(trouble.micro_batch, evaluation=trouble.evaluation))
+                here = self._here(trouble.micro_batch, evaluation=trouble.evaluation)
+                yield from verdict(watch, self._state, self._context, trouble.what, None, here)
             elif not self._bad_step:
                 self._bad_step = True
-                here: dict[str, Any] = {"step": watch.step, "micro_batch": trouble.micro_batch}
+                here = {"step": watch.step, "micro_batch": trouble.micro_batch}
                 if isinstance(trouble.what, dict):
                     yield bad_gradient(watch, trouble.what, trouble.loss, here)
                 else:
-                    here["moment"] = Moment.BEFORE_BACKWARD
-                    masks, diverging = self._mask_names(), self._diverging()
+                    here |= {"moment": Moment.BEFORE_BACKWARD}
+                    masks, diverging = self._context.mask_names(watch), self._context.diverging
                     yield loss_outside(watch, trouble.what, None, None, masks, here, diverging=diverging)
 
     def _judge_state(self, seen: Observation) -> Iterator[Finding]:
-        for name, stats in self._state.turned_bad(seen.readings.get("finite.state", [])).items():
-            written = self._state.written_between(name)
-            yield bad_after_step(self.watch, name, stats, seen, written=written)
+        bad = self._state.turned_bad(seen.readings.get("finite.state", []))
+        if bad and not self._told:
+            written = {name for name in bad if self._state.written_between(name)}
+            yield from bad_after_step(self.watch, bad, seen, written)

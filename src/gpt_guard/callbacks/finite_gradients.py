@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gpt_guard.callbacks.finite_words import GUARD, amount
 from gpt_guard.catalogue import finding
+from gpt_guard.hooks.between import Step, between, names_of, suspects
 from gpt_guard.hooks.reach import uses
 from gpt_guard.hooks.tensors import describe
 from gpt_guard.hooks.watch import Watch
@@ -20,13 +22,21 @@ _LISTED = 10
 def confirmed(watch: Watch, names: Sequence[str], norms: Sequence[float]) -> dict[str, TensorStats]:
     """The gradients that are bad, given their norms: exact, since squares of finite values may overflow."""
     bad: dict[str, TensorStats] = {}
-    if all(norm - norm == 0.0 for norm in norms):
+    # A NaN or an infinity survives the sum; x - x is 0 for any other number.
+    total = sum(norms)
+    if total - total == 0.0:
         return bad
     for name, norm in zip(names, norms, strict=True):
         grad = watch.tracked[name].grad
         if norm - norm != 0.0 and grad is not None and (stats := describe(grad)) is not None:
             bad[name] = stats
     return bad
+
+
+def bad_now(held: Mapping[str, Tensor]) -> dict[str, TensorStats]:
+    """The gradients of these parameters that are bad as they are now, exactly; reads the device."""
+    found = {name: describe(tensor.grad) for name, tensor in held.items() if tensor.grad is not None}
+    return {name: stats for name, stats in found.items() if stats is not None}
 
 
 class First(NamedTuple):
@@ -98,20 +108,65 @@ def bad_gradient(
     others = [name for name in bad if name != parameter]
     plural = "s are" if len(others) > 1 else " is"
     also = f" {len(others)} other gradient{plural} non-finite too." if others else " All other gradients are finite."
-    dtype = str(watch.tracked[parameter].dtype).removeprefix("torch.")
     place = f"`{module}`" if module else "the model itself"
     order = "First in backward order" if exact else "Last to return, so most likely first in backward order"
+    tensor = watch.tracked[parameter]
+    good = [other for name, other in watch.tracked.items() if name not in bad]
+    steps = between(loss, tensor, good) if loss is not None else []
+    there = names_of(steps)
+    named = f" Operations between it and the last finite gradient: {', '.join(there[:_LISTED])}." if there else ""
+    evidence: dict[str, Any] = {"bad_gradients": [parameter, *others][:_LISTED], "bad_gradient_count": len(bad)}
     return finding(
         "GG104",
-        f"The gradient of `{parameter}` {held}; loss and module outputs were finite.{also}",
-        likely=["half_overflow"] if dtype == "float16" else [] if others else ["hook_or_manual"],
+        f"The gradient of `{parameter}` {held}; loss and module outputs were finite.{also}{named}",
+        likely=_likely(tensor, steps, alone=not others),
         module=module,
         module_class=_class_of(watch, module),
         parameter=parameter,
         tensor=stats,
         origin=f"{order}: backward() made it in {place} or in the code just after it.",
-        evidence={"bad_gradients": [parameter, *others][:_LISTED], "bad_gradient_count": len(bad)},
+        evidence=evidence | ({"operations": there[:_LISTED]} if there else {}),
         moment=Moment.AFTER_BACKWARD,
+        guard=GUARD,
+        **here,
+    )
+
+
+def _likely(parameter: Tensor, steps: list[Step], *, alone: bool) -> Iterator[str]:
+    if parameter.dtype is torch.float16:
+        yield "half_overflow"
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        yield "hook_or_manual"
+    found = list(suspects(steps))
+    yield from found
+    # What spoils the gradient of one parameter alone is seldom the way that leads to it.
+    yield from ("hook_or_manual", "steep") if alone and not found else ("steep",)
+
+
+def changed_before_step(watch: Watch, bad: Mapping[str, TensorStats], here: dict[str, Any], *, scaled: bool) -> Finding:
+    """Gradients that were finite after backward() are not when the optimizer is about to apply them.
+
+    `scaled` tells that a GradScaler's scale is on them, so that they were not looked at after backward().
+    """
+    first, *others = bad
+    module, kind = watch.owner_of(first)
+    plural = "s are" if len(others) > 1 else " is"
+    also = f" {len(others)} other gradient{plural} non-finite too." if others else " All other gradients are finite."
+    when = (
+        "A GradScaler has scaled the loss, and step() was called without it: it would have skipped this step."
+        if scaled
+        else "It was finite after backward(), and so were loss and module outputs."
+    )
+    return finding(
+        "GG104",
+        f"The gradient of `{first}` holds {amount(bad[first])} at the step. {when}{also}",
+        likely=["half_overflow" if scaled else "hook_or_manual"],
+        module=module,
+        module_class=kind,
+        parameter=first,
+        tensor=bad[first],
+        origin=f"{'backward()' if scaled else 'Code between backward() and step()'} made it.",
+        evidence={"bad_gradients": [first, *others][:_LISTED], "bad_gradient_count": len(bad)},
         guard=GUARD,
         **here,
     )

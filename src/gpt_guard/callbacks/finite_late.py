@@ -81,19 +81,52 @@ class LateReadings:
                     if not place.entering:
                         yield place.module, Shown.weighed(place, low, high), event.micro_batch, event.evaluation
 
-    def troubles(self, watch: Watch, readings: dict[str, Any]) -> Iterator[Trouble]:
-        """Everything that is bad, in the order in which it happened; each forward once. Drops what was read."""
+    def troubles(
+        self, watch: Watch, readings: dict[str, Any], masks: frozenset[int] = frozenset()
+    ) -> Iterator[Trouble]:
+        """Everything that is bad, in the order in which it happened; each forward once. Drops what was read.
+
+        A forward whose outputs are all good handles the bad values it was given; it counts once the loss or a gradient
+        of the step is bad. `masks` are the ids of the state that was -inf from the start.
+        """
         events, self._events = self._events, []
+        held: list[Trouble] = []
         for event in events:
-            if isinstance(event, _Forward):
-                bad = [found for found in _extremes_of(event, readings) if is_bad(found[1], found[2])]
-                if bad:
-                    number, low, high = min(bad)
-                    shown = Shown.weighed(event.weighed.places[number], low, high)
-                    culprit = blame_weighed(watch.tap, event.weighed, number, shown, event.untouched)
-                    yield Trouble(culprit, event.micro_batch, event.evaluation)
-            else:
-                yield from _backward_troubles(watch, event, readings)
+            if not isinstance(event, _Forward):
+                for trouble in _backward_troubles(watch, event, readings):
+                    yield from held
+                    held.clear()
+                    yield trouble
+                continue
+            extremes = sorted(_extremes_of(event, readings))
+            bad = [found for found in extremes if is_bad(found[1], found[2])]
+            if bad:
+                trouble = Trouble(_culprit(watch, event, bad[0], extremes, masks), event.micro_batch, event.evaluation)
+                if any(not event.weighed.places[number].entering for number, _, _ in bad):
+                    yield trouble
+                elif not event.evaluation:
+                    held.append(trouble)
+
+
+def _culprit(
+    watch: Watch,
+    event: _Forward,
+    first: tuple[int, float, float],
+    extremes: list[tuple[int, float, float]],
+    masks: frozenset[int],
+) -> Blame:
+    weighed, (number, low, high) = event.weighed, first
+    place = weighed.places[number]
+    leaf = next(watch.tap.modules[place.module].children(), None) is None
+    neg_inf: str | None = None
+    for other, lowest, highest in extremes:
+        given = weighed.places[other]
+        # Where it is not listed itself, what a leaf was given is the tensor weighed last before its output.
+        near = (other == number - 1 and leaf) or (given.entering and given.module == place.module)
+        if other < number and near and lowest == -torch.inf and not is_bad(lowest, highest):
+            neg_inf = given.position if given.entering else "[0]"
+    shown = Shown.weighed(place, low, high)
+    return blame_weighed(watch.tap, weighed, number, shown, event.untouched, masks, neg_inf)
 
 
 def _backward_troubles(watch: Watch, event: _Backward, readings: dict[str, Any]) -> Iterator[Trouble]:

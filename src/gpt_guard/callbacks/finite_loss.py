@@ -113,6 +113,9 @@ def _bad_loss(
     if masks:
         evidence["neg_inf_outputs"] = list(masks)
     likely = [*_proven(operation, diverging=diverging), *_likely(labels, made_by, masks, tensor_stats)]
+    if labels is None and not _classifies(watch, loss, made_by):
+        # Without integer labels there is no ignore_index: it comes last.
+        likely += ["own_loss_code", "division_by_zero", "bad_target", "log_of_zero", "overflow"]
     return finding("GG102", seen, likely=likely, tensor=tensor_stats, evidence=evidence, guard=GUARD, **fields)
 
 
@@ -138,6 +141,13 @@ def _likely(
         yield "division_by_zero"
     if any(name in ("Exp", "Expm1") for name in made_by):
         yield "overflow"
+
+
+def _classifies(watch: Watch, loss: Tensor | None, made_by: Sequence[str]) -> bool:
+    """Whether the loss takes integer labels, as far as can be told: it does where neither graph nor inputs deny it."""
+    if "NllLoss" in made_by or "NllLoss2D" in made_by:
+        return True
+    return loss is None and all(not tensor.is_floating_point() for _, tensor in walk(watch.tap.inputs))
 
 
 def _labels_given(watch: Watch) -> Labels | None:

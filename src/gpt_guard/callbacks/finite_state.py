@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpt_guard.callbacks.finite_words import GUARD, amount
@@ -17,17 +19,20 @@ from gpt_guard.records import Finding, Moment, Observation, TensorStats
 
 # Below this a float32 number cannot overflow by one product with a learning rate, a decay or a gradient.
 _FAR_FROM_OVERFLOW = 1e18
+# Decoupled decay multiplies by 1 - lr * weight_decay: from here on its size is above 1.
+_FLIPS = 2.0
+_NEAR = 0.1
+_LISTED = 10
+# State in which optimizers of torch keep averages or sums of squared gradients: never negative.
+_SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf")
+# Tables that are computed once and never updated.
+_TABLES = ("inv_freq", "cos", "sin", "cos_cached", "sin_cached", "freqs", "freqs_cis", "pe", "alibi")
 
 
-def bad_at_start(watch: Watch, name: str, stats: TensorStats) -> Finding:
-    """A parameter was bad when the Guardian was entered."""
-    return _bad_state(
-        watch,
-        BadState(name, watch.parameters[name], stats, True),
-        "It was so when the Guardian was entered.",
-        ["loaded_so"],
-        {"step": watch.step, "moment": Moment.START},
-    )
+def bad_at_step(watch: Watch, name: str, stats: TensorStats, here: dict[str, Any]) -> Finding:
+    """A parameter was bad when the Guardian was entered, still is, and is about to be stepped."""
+    when = "It was so when the Guardian was entered, and has a gradient now."
+    return _bad_state(watch, BadState(name, watch.parameters[name], stats, True), when, ["loaded_so"], here)
 
 
 def bad_before_use(watch: Watch, state: BadState, user: str, known: str, here: dict[str, Any]) -> Finding:
@@ -39,7 +44,8 @@ def bad_before_use(watch: Watch, state: BadState, user: str, known: str, here: d
         f"{here['step']}.",
         "unknown": "It was so before this forward used it.",
     }[known]
-    likely = likely if state.is_parameter else [cause for cause in likely if cause == "loaded_so"]
+    if not state.is_parameter:
+        likely = [cause for cause in likely if cause == "loaded_so"] + _buffer_causes(watch, state.name)
     return _bad_state(watch, state, when, likely, here, origin=f"{user} was the first to use it.")
 
 
@@ -63,74 +69,144 @@ def _bad_state(
     )
 
 
-def bad_after_step(watch: Watch, name: str, stats: TensorStats, seen: Observation, *, written: bool) -> Finding:
-    """A parameter or buffer is bad after a step and was good after the one before; `written` if not only by steps."""
-    here = {"step": seen.step, "moment": Moment.AFTER_STEP, "guard": GUARD}
-    module, kind = watch.owner_of(name)
-    named = {"module": module, "module_class": kind, "parameter": name, "tensor": stats, **here}
-    if name not in watch.parameters:
-        return finding(
-            "GG107",
-            f"Buffer `{name}` holds {amount(stats)} after step {seen.step}; it was finite after the step before.",
-            likely=["batchnorm_stats"] if "running_" in name else [],
-            **named,
-        )
+def _buffer_causes(watch: Watch, name: str) -> list[str]:
+    """GG107's causes by the class of the module that holds a buffer."""
+    path, _, key = name.rpartition(".")
+    try:
+        owner = watch.model.get_submodule(path)
+    except AttributeError:
+        return []
+    if isinstance(owner, nn.modules.batchnorm._NormBase):
+        return ["batchnorm_stats"]
+    return ["computed"] if key in _TABLES else ["running_average", "computed"]
+
+
+def bad_after_step(watch: Watch, bad: Mapping[str, TensorStats], seen: Observation, written: set[str]) -> list[Finding]:
+    """Parameters and buffers that are bad after a step and were good after the one before: one finding for each kind.
+
+    `written` names those that not only steps have written to.
+    """
     optimizer = watch.optimizers[seen.optimizer]
-    kind_of_step = type(optimizer).__name__
-    cause = _how_a_step_can(optimizer, watch.parameters[name], stats)
-    if written and cause is None:
-        return finding(
-            "GG105",
-            f"Parameter `{name}` holds {amount(stats)} after step {seen.step}. Something wrote to it outside of "
-            f"{kind_of_step}.step() before, and nothing in this step could make it non-finite.",
-            likely=["changed_outside_step"],
-            origin=f"Not {kind_of_step}.step(): gradient, lr and optimizer state are finite.",
-            **named,
+    groups: dict[str, list[str]] = {"GG105": [], "GG106": [], "GG107": []}
+    for name, stats in bad.items():
+        if name not in watch.parameters:
+            groups["GG107"].append(name)
+        elif name in written and not step_causes(optimizer, watch.parameters[name], stats, seen):
+            groups["GG105"].append(name)
+        else:
+            groups["GG106"].append(name)
+    return [_after_step(watch, code, names, bad[names[0]], seen) for code, names in groups.items() if names]
+
+
+def _after_step(watch: Watch, code: str, names: list[str], stats: TensorStats, seen: Observation) -> Finding:
+    first, *others = names
+    module, kind = watch.owner_of(first)
+    optimizer = watch.optimizers[seen.optimizer]
+    stepper = type(optimizer).__name__
+    evidence: dict[str, Any] = {"bad_tensors": names[:_LISTED], "bad_tensor_count": len(names)} if others else {}
+    origin, likely = None, ["changed_outside_step"]
+    held = f"`{first}` holds {amount(stats)} after step {seen.step}"
+    if code == "GG107":
+        seen_text = f"Buffer {held}; it was finite after the step before."
+        likely = _buffer_causes(watch, first)
+    elif code == "GG105":
+        seen_text = (
+            f"Parameter {held}. Something wrote to it outside of {stepper}.step() before, and nothing in this step "
+            f"could make it non-finite."
         )
-    eps = _eps(optimizer, watch.parameters[name])
-    note = f" Its eps of {eps:g} is 0 in {stats.dtype}." if cause == "adam_eps_half" and eps is not None else ""
+        origin = f"Not {stepper}.step(): gradient, lr and optimizer state are finite."
+    else:
+        eps = _eps(optimizer, watch.parameters[first])
+        likely = step_causes(optimizer, watch.parameters[first], stats, seen) or ["state_poisoned", "lr_overflow"]
+        norm = seen.grad_norm_clipped
+        known = ", and so were all gradients" if norm is not None and math.isfinite(norm) else ""
+        note = f" Its eps of {eps:g} is 0 in {stats.dtype}." if likely[0] == "adam_eps_half" else ""
+        seen_text = f"Parameter {held} of {stepper}. It was finite before the step{known}.{note}"
+        origin = f"{stepper}.step() made it."
+        evidence |= {"optimizer": stepper, "eps": eps, "lr": list(seen.lr)}
+    if others:
+        what = "buffer" if code == "GG107" else "parameter"
+        seen_text += f" {len(others)} other {what}{'s' if len(others) > 1 else ''} became non-finite in the same step."
     return finding(
-        "GG106",
-        f"Parameter `{name}` holds {amount(stats)} after step {seen.step} of {kind_of_step}. It was finite before the "
-        f"step, and so were all gradients.{note}",
-        likely=[cause] if cause is not None else [],
-        origin=f"{kind_of_step}.step() made it.",
-        evidence={"optimizer": kind_of_step, "eps": eps, "lr": list(seen.lr)},
-        **named,
+        code,
+        seen_text,
+        likely=likely,
+        module=module,
+        module_class=kind,
+        parameter=first,
+        tensor=stats,
+        origin=origin,
+        evidence=evidence,
+        step=seen.step,
+        moment=Moment.AFTER_STEP,
+        guard=GUARD,
     )
 
 
-def _group(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
-    groups = optimizer.param_groups
-    return next((group for group in groups if any(other is parameter for other in group["params"])), {})
+def _group(optimizer: Optimizer, parameter: Tensor) -> tuple[int, dict[str, Any]]:
+    for place, group in enumerate(optimizer.param_groups):
+        if any(other is parameter for other in group["params"]):
+            return place, group
+    return len(optimizer.param_groups), {}
 
 
 def _eps(optimizer: Optimizer, parameter: Tensor) -> float | None:
-    eps = _group(optimizer, parameter).get("eps")
+    eps = _group(optimizer, parameter)[1].get("eps")
     return float(eps) if isinstance(eps, (int, float)) else None
 
 
-def _how_a_step_can(optimizer: Optimizer, parameter: Tensor, stats: TensorStats) -> str | None:
-    """The way in which a step could make a finite parameter non-finite, as a key of GG106's causes; None if it cannot.
+def step_causes(optimizer: Optimizer, parameter: Tensor, stats: TensorStats, seen: Observation) -> list[str]:
+    """The ways in which a step could make a finite parameter non-finite, as keys of GG106's causes; none if it cannot.
 
-    Reads the optimizer's state of this parameter: only after a failure.
+    Reads the optimizer's state of this parameter: only after a failure. By then a backward may have followed: lr and
+    gradients are those that were observed before the step.
     """
-    group = _group(optimizer, parameter)
+    place, group = _group(optimizer, parameter)
     eps = _eps(optimizer, parameter)
+    state = {key: value for key, value in optimizer.state.get(parameter, {}).items() if isinstance(value, Tensor)}
+    lr = seen.lr[place] if place < len(seen.lr) else 0.0
+    decay, norm = _number(group.get("weight_decay")), seen.grad_norm_clipped or 0.0
+    half = parameter.dtype is torch.float16
+    found: list[str] = []
+    if lr - lr != 0.0:
+        found.append("lr_nonfinite")
     # In the parameter's own dtype, as the update computes it.
     if eps is not None and float(torch.tensor(eps, dtype=parameter.dtype)) == 0.0:
-        return "adam_eps_half"
-    lr = float(group.get("lr", 0.0))
-    if lr - lr != 0.0:
-        return "lr_nonfinite"
-    tensors = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor)]
-    if any(describe(value) is not None for value in tensors):
-        return "state_poisoned"
-    grad = parameter.grad
-    if grad is not None and describe(grad) is not None:
-        return "state_poisoned"
-    if parameter.dtype is torch.float16:
-        return "lr_overflow"
-    largest = [abs(stats.finite_min or 0.0), abs(stats.finite_max or 0.0), abs(lr)]
-    largest += [float(value.abs().max()) for value in (*tensors, *([] if grad is None else [grad])) if value.numel()]
-    return "lr_overflow" if max(largest) > _FAR_FROM_OVERFLOW else None
+        found.append("adam_eps_half" if half and eps else "eps_zero")
+    if _poisoned(state) or norm - norm != 0.0:
+        found.append("state_poisoned")
+    if any(key in _SQUARES and bool((value == math.inf).any()) for key, value in state.items()):
+        found.append("square_overflow")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        found.append("line_search")
+    if lr * decay > _FLIPS:
+        found.append("weight_decay")
+    momentum = state.get("momentum_buffer")
+    if momentum is not None and _largest(momentum) > _NEAR * torch.finfo(momentum.dtype).max:
+        found.append("momentum_overflow")
+    largest = [abs(stats.finite_min or 0.0), abs(stats.finite_max or 0.0), abs(lr), norm]
+    largest += [_largest(value) for value in state.values()]
+    if half or max(largest) > _FAR_FROM_OVERFLOW:
+        found.append("lr_overflow")
+    return found
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.abs().max()) if values.numel() else 0.0
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float, Tensor)) else 0.0
+
+
+def _poisoned(state: Mapping[str, Tensor]) -> bool:
+    """Whether this state was bad before a step with finite gradients: such a step makes neither NaN nor negatives."""
+    for key, value in state.items():
+        stats = describe(value)
+        if stats is not None and (stats.nan or key not in (*_SQUARES, "momentum_buffer")):
+            return True
+        if key in _SQUARES and not value.is_complex() and bool((value < 0).any()):
+            return True
+        if key == "step" and bool((value < 1).any()):
+            return True
+    return False

@@ -69,7 +69,7 @@ def bad_output(
         position = f"input{shown.position} of {watch.tap.names[receiver] or 'the model'}"
     return finding(
         "GG101",
-        f"{seen} {state_of(shown)}.{_masked(culprit)}{told(operation)}",
+        f"{seen} {state_of(shown)}.{_infinities(watch, culprit)}{told(operation)}",
         likely=[*_proven(operation, diverging=diverging), *_likely(watch, culprit)],
         **module_fields(watch, culprit.maker),
         position=position,
@@ -133,14 +133,23 @@ def _origin(watch: Watch, culprit: Blame) -> str:
         return f"{maker} made it, or was given it: it writes to its own input, so what came in is no longer known."
     if culprit.after is not None:
         return f"{maker} made it in its own code, {after} a finite output."
+    if culprit.neg_inf is not None:
+        return f"{maker} made it, of an input that holds -inf; its parameters are finite."
     return f"{maker} made it: its inputs and its parameters are finite."
 
 
-def _masked(culprit: Blame) -> str:
-    if not culprit.masked_rows:
-        return ""
+def _infinities(watch: Watch, culprit: Blame) -> str:
+    assert culprit.maker is not None
+    if not culprit.masked_rows or (culprit.neg_inf is not None and _takes_no_mask(watch.tap.modules[culprit.maker])):
+        return _given_neg_inf(culprit)
     rows = "1 row is" if culprit.masked_rows == 1 else f"{culprit.masked_rows} rows are"
     return f" In what it works on, {rows} -inf throughout: softmax makes of that 0/0."
+
+
+def _given_neg_inf(culprit: Blame) -> str:
+    if culprit.neg_inf is None:
+        return ""
+    return f" Its input {culprit.neg_inf} holds -inf: fine for a mask, but as a number it makes infinities and NaN."
 
 
 def _evidence(watch: Watch, culprit: Blame) -> dict[str, Any]:
@@ -149,6 +158,8 @@ def _evidence(watch: Watch, culprit: Blame) -> dict[str, Any]:
         found["received_by"] = watch.tap.names[culprit.receiver]
     if culprit.after is not None:
         found["after"] = watch.tap.names[culprit.after]
+    if culprit.neg_inf is not None:
+        found["neg_inf_input"] = culprit.neg_inf
     if culprit.masked_rows:
         found["rows_all_neg_inf"] = culprit.masked_rows
     if culprit.bad_locals:
@@ -160,6 +171,8 @@ def _likely(watch: Watch, culprit: Blame) -> Iterable[str]:
     assert culprit.maker is not None
     module, shown = watch.tap.modules[culprit.maker], culprit.shown
     nan, infinite = _kinds(shown)
+    if culprit.neg_inf is not None and _takes_no_mask(module):
+        yield "neg_inf_input"
     if culprit.masked_rows:
         yield "all_masked_row"
     if shown.dtype == "float16" and (infinite or _near_half_limit(shown)):
@@ -169,11 +182,21 @@ def _likely(watch: Watch, culprit: Blame) -> Iterable[str]:
     own_code = culprit.receiver is not None or culprit.after is not None
     if own_code and nan and "att" in (watch.tap.names[culprit.maker] + type(module).__name__).lower():
         yield "all_masked_row"
+    if culprit.neg_inf is not None:
+        yield "neg_inf_input"
     if infinite and shown.dtype != "float16":
         yield "exp_overflow"
-    if own_code and nan:
+    if (own_code and nan) or shown.dtype not in ("float16", "bfloat16"):
+        # Whatever else it is, a float32 output has not left the range of float16.
         yield "log_or_div_zero"
         yield "negative_root"
+
+
+def _takes_no_mask(module: nn.Module) -> bool:
+    """A single layer of torch's: it has no use for -inf."""
+    softmax = isinstance(module, (nn.Softmax, nn.LogSoftmax, nn.Softmax2d, nn.MultiheadAttention))
+    plain = type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
+    return plain and not softmax
 
 
 def _kinds(shown: Shown) -> tuple[bool, bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpt_guard.callbacks import norm_findings
 from gpt_guard.callbacks.base import Guard
@@ -14,13 +14,18 @@ from gpt_guard.callbacks.depth import DepthProfile
 from gpt_guard.callbacks.history import RobustHistory, Standing
 from gpt_guard.callbacks.missing_gradients import MissingGradients
 from gpt_guard.callbacks.norm_track import NormTrack
+from gpt_guard.callbacks.settings import check_types
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Observation
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _IN_A_ROW = 3
 # One step on uncleared gradients may be a slip at a boundary; a second in a row is how the loop works.
 _UNCLEARED = 2
+_FROM_THE_START = 50
 
 
 class GradNormMonitor(Guard):
@@ -62,6 +67,7 @@ class GradNormMonitor(Guard):
         clip_share: float = 0.9,
         clip_ratio: float = 2.0,
     ) -> None:
+        check_types(GradNormMonitor, locals())
         _check(warn_above is None or warn_above > 0.0, "warn_above", warn_above, "a norm above 0, or None")
         _check(spike_factor > 1.0, "spike_factor", spike_factor, "a factor above 1")
         _check(0.0 <= vanish_factor < 1.0, "vanish_factor", vanish_factor, "a factor from 0 (off) to below 1")
@@ -84,6 +90,8 @@ class GradNormMonitor(Guard):
         self._missing: MissingGradients | None = None
         self._depth: DepthProfile | None = None
         self._backwards = 0
+        self._graphless = False
+        self._zero_ends: dict[int, tuple[Observation, int]] = {}
 
     def _new_track(self) -> NormTrack:
         history = RobustHistory(
@@ -107,6 +115,18 @@ class GradNormMonitor(Guard):
         self._missing = self._depth = None
         super().detach()
 
+    def before_backward(self, loss: Tensor) -> None:
+        # Two attributes of the tensor: nothing is read.
+        if loss.grad_fn is None and loss.requires_grad and self._ours(loss):
+            self._graphless = True
+            self.watch.submit(norm_findings.no_graph(str(tuple(loss.shape)), self.watch.step))
+
+    def _ours(self, loss: Tensor) -> bool:
+        """Whether a loss without a graph was meant for this model: the model ran, could learn, and is stepped."""
+        watch = self.watch
+        trainable = any(parameter.requires_grad for parameter in watch.parameters.values())
+        return bool(watch.tap.calls and watch.optimizers and trainable and watch.name_of(loss) is None)
+
     def after_backward(self) -> None:
         self._backwards += 1
 
@@ -116,9 +136,12 @@ class GradNormMonitor(Guard):
         track = self._tracks.get(seen.optimizer)
         if track is None:
             track = self._tracks[seen.optimizer] = self._new_track()
-        # Zeros that were not cleared are no harm: a zero_grad() in the wrong place is told below.
-        if (uncleared := seen.readings.get("grads_uncleared", 0)) >= _UNCLEARED and seen.grad_norm_clipped:
+        # Zeros that were not cleared are no harm: a zero_grad() in the wrong place is told below. What the version
+        # counters suspect must have been there: gradients cleared through .data look uncleared to them.
+        uncleared = seen.readings.get("grads_uncleared", 0)
+        if uncleared >= _UNCLEARED and seen.readings.get("grads_left") and seen.grad_norm_clipped:
             yield norm_findings.uncleared(seen, uncleared)
+        yield from track.scaling.judge(seen)
         backwards, track.backwards = self._backwards - track.backwards, self._backwards
         if self._missing is not None:
             yield from self._missing.judge(seen)
@@ -127,12 +150,14 @@ class GradNormMonitor(Guard):
             yield from self._judge_nothing(track, seen, backwards)
             return
         track.zeros = track.empty = 0
+        self._zero_ends.clear()
         # Non-finite norms belong to FiniteGuard; here they only must not enter a history.
         if norm < math.inf:
             yield from self._judge_level(track, seen, norm)
             if self._depth is not None:
                 yield from self._depth.judge(seen)
-            yield from track.clipping.judge(seen)
+            if not track.scaling.told:
+                yield from track.clipping.judge(seen)
 
     def _without_gradients(self, index: int) -> bool:
         """Whether nothing is there to apply, whatever was measured after an earlier backward; reads no values."""
@@ -140,9 +165,15 @@ class GradNormMonitor(Guard):
 
     def _judge_nothing(self, track: NormTrack, seen: Observation, backwards: int) -> Iterator[Finding]:
         track.count_nothing(seen)
-        if track.zeros and (track.zeros == _IN_A_ROW or seen.loss):
-            yield norm_findings.zero_norm(seen, track.zeros)
-        elif track.empty == _IN_A_ROW:
+        # Easy triplets and rewards that have not come yet make losses of 0 in the first steps.
+        patience = _IN_A_ROW if track.trained else _FROM_THE_START
+        if track.zeros and (track.zeros == patience or seen.loss):
+            self._zero_ends.pop(seen.optimizer, None)
+            dwindled = bool(track.losses) and track.memorised(track.losses[-1])
+            yield norm_findings.zero_norm(seen, track.zeros, trained=track.trained, dwindled=dwindled)
+        elif track.zeros and track.zeros < patience and not track.trained:
+            self._zero_ends[seen.optimizer] = (seen, track.zeros)
+        elif track.empty == _IN_A_ROW and not self._graphless:
             held = sum(parameter.requires_grad for parameter in self.watch.held_by(seen.optimizer).values())
             if held:
                 yield norm_findings.nothing_to_apply(seen, track.empty, held, backwards)
@@ -152,12 +183,25 @@ class GradNormMonitor(Guard):
             yield norm_findings.above_limit(seen, self._warn_above)
         track.take_loss(seen.loss)
         standing: Standing | None = track.history.take(norm, high=self._spike, low=self._vanish)
-        if standing is None or standing.side == "usual":
+        if standing is None:
+            return
+        sudden = standing.factor >= 2.0 and track.sudden(standing.factor)
+        if standing.side == "usual":
+            track.factor = standing.factor
             return
         if standing.side == "high":
-            yield norm_findings.too_high(seen, standing, self._spike, memorised=track.memorised(seen.loss))
+            memorised = track.memorised(seen.loss)
+            yield norm_findings.too_high(seen, standing, self._spike, memorised=memorised, sudden=sudden)
         elif standing.streak >= self._vanish_steps and track.loss_stalled(standing.streak):
             yield norm_findings.too_low(seen, standing, track.loss_before(standing.streak))
+
+    def finish(self) -> Iterator[Finding]:
+        """Tell what a short run left no time for."""
+        if self._missing is not None:
+            yield from self._missing.finish()
+        for seen, zeros in self._zero_ends.values():
+            if zeros >= _IN_A_ROW:
+                yield norm_findings.zero_norm(seen, zeros, trained=False)
 
     def state_dict(self) -> dict[str, Any]:
         return {"tracks": {str(index): track.state_dict() for index, track in self._tracks.items()}}

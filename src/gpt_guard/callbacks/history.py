@@ -54,7 +54,7 @@ class RobustHistory:
         self.least = least
         self._limit = sigmas
         self._adopt_after = adopt_after
-        self._recent: deque[float] = deque(maxlen=window)
+        self._recent: deque[float] = deque(maxlen=int(window))
         self._sorted: list[float] = []
         self._aside: list[float] = []
         self._side: Side = "usual"

@@ -14,6 +14,7 @@ from gpt_guard.callbacks.expected_lr import Expected, ExpectedLR
 from gpt_guard.callbacks.history import RobustHistory
 from gpt_guard.callbacks.lr_track import LRTrack
 from gpt_guard.callbacks.schedulers import SchedulerView, find_schedulers, is_scheduled, last_lr, views
+from gpt_guard.callbacks.settings import check_types
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Observation
@@ -27,10 +28,12 @@ class LRTracker(Guard):
     `expected` is the schedule you mean: a function of the step number, or a list with an entry for each step; each
     gives one lr or one for each group, compared within `rtol`. lr 0 is reported after `zero_steps` steps in a row: a
     warm-up from 0 and a cosine to 0 have one each. A scheduler that never moved is reported at the end of a run of at
-    least `unstepped_after` steps. `jump_factor` bounds the change of the lr over a resume. A gradient norm of
-    `spike_factor` times the median of the last `window` usual ones, beyond `sigmas` robust standard deviations and
-    after `least` of them, is a spike; here it counts only at the schedule's peak. Both figures are those of
-    GradNormMonitor, and so is their source.
+    least `unstepped_after` steps. An lr that stays below `vanishing` times its own peak is reported: with Adam a weight
+    moves by about lr in a step, and a millionth of a usual peak (1e-3) is below the spacing of float32 numbers at 0.02,
+    the usual size of a weight. So is a scheduler that is past its own end by a tenth. `jump_factor` bounds the change
+    of the lr over a resume. A gradient norm of `spike_factor` times the median of the last `window` usual ones, beyond
+    `sigmas` robust standard deviations and after `least` of them, is a spike; here it counts only at the schedule's
+    peak. Both figures are those of GradNormMonitor, and so is their source.
 
     Schedulers are those given to Guardian. Where none was given and the optimizer bears the mark that torch's
     schedulers leave on it, they are looked for once among the live objects of the process, at the first step.
@@ -45,19 +48,23 @@ class LRTracker(Guard):
         rtol: float = 1e-6,
         zero_steps: int = 3,
         unstepped_after: int = 20,
+        vanishing: float = 1e-6,
         jump_factor: float = 2.0,
         spike_factor: float = 10.0,
         window: int = 100,
         least: int = 20,
         sigmas: float = 6.0,
     ) -> None:
+        check_types(LRTracker, locals())
         _check(rtol >= 0.0, "rtol", rtol, "0 or more")
         _check(zero_steps >= 2, "zero_steps", zero_steps, "at least 2: a warm-up from 0 has one step at 0")
         _check(unstepped_after >= 2, "unstepped_after", unstepped_after, "at least 2 steps")
+        _check(0.0 <= vanishing < 1.0, "vanishing", vanishing, "a share of the peak below 1; 0 switches it off")
         _check(jump_factor > 1.0, "jump_factor", jump_factor, "a factor above 1")
         _check(spike_factor > 1.0, "spike_factor", spike_factor, "a factor above 1")
         self._expected = None if expected is None else ExpectedLR(expected, rtol=rtol)
         self._zero_steps, self._unstepped_after = zero_steps, unstepped_after
+        self._vanishing = vanishing
         self._jump, self._spike = jump_factor, spike_factor
         self._window, self._least, self._sigmas = window, least, sigmas
         self._new_track()  # raises now, not in the middle of a run, for a history that cannot work
@@ -107,7 +114,10 @@ class LRTracker(Guard):
             track.resumed = False
             yield from self._judge_resume(track, seen, as_expected=expected is not None and not track.off_schedule)
         track.take(seen.step, seen.lr)
-        yield from self._judge_zeros(track, seen, meant=expected is not None and not track.off_schedule)
+        meant = expected is not None and not track.off_schedule
+        yield from self._judge_zeros(track, seen, meant=meant)
+        if track.has_vanished(seen.lr, self._vanishing) and not meant:
+            yield lr_findings.vanished(seen, track, self._driving(seen.optimizer))
         yield from self._judge_norm(track, seen)
         track.skipped = 0
 
@@ -130,6 +140,8 @@ class LRTracker(Guard):
                 moved = view.look(seen.lr, track.skipped)
                 if view.fast == _FAST_IN_A_ROW:
                     yield lr_findings.too_fast(seen, view, moved)
+                if view.overran():
+                    yield lr_findings.past_the_end(seen, view)
 
     def _judge_resume(self, track: LRTrack, seen: Observation, *, as_expected: bool) -> Iterator[Finding]:
         jump = track.jump(seen.lr, self._jump)
@@ -154,7 +166,7 @@ class LRTracker(Guard):
             track.zeros, track.was_positive = 0, True
             return
         track.zeros += 1
-        if track.zeros == self._zero_steps and not meant:
+        if track.zeros == self._zero_steps and not meant and not track.told_vanished:
             yield lr_findings.zero(seen, track, [view.name for view in self._driving(seen.optimizer)])
 
     def _judge_norm(self, track: LRTrack, seen: Observation) -> Iterator[Finding]:

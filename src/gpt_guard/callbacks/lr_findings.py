@@ -32,6 +32,44 @@ def zero(seen: Observation, track: LRTrack, schedulers: Sequence[str]) -> Findin
     )
 
 
+def vanished(seen: Observation, track: LRTrack, schedulers: Sequence[SchedulerView]) -> Finding:
+    """GG409: so far below its peak that nothing moves any more, and the run goes on."""
+    waits = any(view.waits_for_metric for view in schedulers)
+    fast = any(view.per_step for view in schedulers)
+    where = "".join(f" {view.name} stands at position {view.last}." for view in schedulers)
+    lr = max(seen.lr)
+    return _about(
+        "GG409",
+        seen,
+        f"The learning rate is {learning_rate(lr)}, {number(lr / track.highest)} times its peak of "
+        f"{learning_rate(track.highest)}, and has been as small for {track.vanished} steps in a row.{where}",
+        likely=["plateau"] if waits else ["per_batch"] if fast else ["decay_too_strong"],
+        # It is lowered because the loss has stopped falling: that is what it is for.
+        severity=Severity.INFO if waits else Severity.WARNING,
+        evidence={
+            "in_a_row": track.vanished,
+            "highest": track.highest,
+            "schedulers": [view.name for view in schedulers],
+        },
+    )
+
+
+def past_the_end(seen: Observation, view: SchedulerView) -> Finding:
+    """GG410: a schedule with an end goes on past it."""
+    bounces = "Cosine" in view.name or view.name == "SequentialLR"
+    then = "; past it, a cosine rises again" if bounces else ""
+    return _about(
+        "GG410",
+        seen,
+        f"{view.name} stands at position {view.last}; it was made for {view.length}{then}. The learning rate is "
+        f"{learning_rates(seen.lr)}.{' It moves with each optimizer step.' if view.per_step else ''}",
+        likely=["per_batch"] if view.per_step else ["run_longer"],
+        severity=Severity.WARNING if view.per_step else Severity.INFO,
+        cause_id=f"optimizer {seen.optimizer}, {view.name}",
+        evidence={"scheduler": view.name, "position": view.last, "length": view.length, "lr": list(seen.lr)},
+    )
+
+
 def impossible(seen: Observation, group: int, before: tuple[float, ...]) -> Finding:
     """GG402: negative, NaN or infinite."""
     lr = seen.lr[group]

@@ -10,6 +10,8 @@ from gpt_guard.callbacks.history import RobustHistory
 LearningRates = tuple[float, ...]
 
 _SETTLING = 50
+_LONG = 10
+_LONG_SHARE = 0.05
 
 
 class LRTrack:
@@ -26,6 +28,8 @@ class LRTrack:
         self.lowest = math.inf
         self.zeros = 0
         self.was_positive = False
+        self.vanished = 0
+        self.told_vanished = False
         self.resumed = False
         self.steps = 0
         self.total = 0
@@ -56,6 +60,17 @@ class LRTrack:
             if top > self.highest:
                 self.highest, self.rose = top, self.total
             self.lowest = min(self.lowest, top)
+
+    def has_vanished(self, lr: LearningRates, share: float) -> bool:
+        """Count this step if its lr, taken in already, is below that share of the highest; True once it has been long.
+
+        Long is 10 steps in a row and 5 % of the run so far: a cosine over 100,000 steps spends its last 63 below a
+        millionth of its peak, a cubic decay its last percent.
+        """
+        self.vanished = self.vanished + 1 if 0.0 < max(lr, default=0.0) < share * self.highest else 0
+        long = self.vanished >= max(_LONG, _LONG_SHARE * self.total)
+        told, self.told_vanished = self.told_vanished, self.told_vanished or long
+        return long and not told
 
     def at_peak(self, lr: LearningRates) -> bool:
         """Whether this is (within 5 %) the highest lr seen so far, in a schedule that has been at less than half.

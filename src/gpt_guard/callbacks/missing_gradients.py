@@ -14,22 +14,31 @@ from gpt_guard.records import Finding, Moment, Observation, Severity
 
 _LISTED = 20
 _SHOWN = 6
+# More steps than `first` to be sure that a list is no router and no stochastic depth.
+_SURER = 2
 
 _SENTENCES = {
     "graph_cut": "ran with gradients enabled, but nothing it computed reached the loss through the graph",
     "unused_parameter": "ran, and other parameters in it got a gradient",
     "no_grad": "ran only with gradients disabled",
     "unused_layer": "was never called",
+    "skipped_layer": "was never called, while all others of its list ran one after another in every forward",
     "dead_branch": "was never called, although others of its list were",
     "unknown": "cannot be seen from here (compiled)",
 }
 
 
+# A kind of its own for the sentence, told under the cause of another.
+_CAUSES = {"skipped_layer": "unused_layer"}
+
+
 class MissingGradients:
     """Judges the first steps of each optimizer: which of the parameters that it holds never got a gradient.
 
-    After `first` steps without one a parameter is reported; after `patience` steps if its module was not called while
-    others of the same ModuleList or ModuleDict were: an expert without tokens, stochastic depth, another task's head.
+    After `first` steps without one a parameter is reported; after `patience` steps, as information, if its module was
+    not called while others of the same ModuleList or ModuleDict were: an expert without tokens, stochastic depth,
+    another task's head. A list whose other members ran as a chain in every forward has no such choice: its layer is
+    reported two steps after `first`, or at the end of a run that is shorter.
     Frozen and empty parameters are never counted; tensors that are not the model's belong to ParamDeltaProbe. Costs
     nothing once every parameter has had a gradient.
     """
@@ -42,6 +51,7 @@ class MissingGradients:
         self._steps: Counter[int] = Counter()
         self._judged = 0
         self._without: dict[int, list[str]] = {}
+        self._last: dict[int, Observation] = {}
 
     def close(self) -> None:
         """Take the hooks away; may run twice."""
@@ -64,12 +74,33 @@ class MissingGradients:
         self._steps[index] += 1
         if self._steps[index] == self._first and without:
             yield from self._report_first(index, without, seen)
+        elif self._steps[index] == self._first + _SURER and without:
+            yield from self._report_skipped(index, seen, self._first + _SURER)
         elif self._steps[index] == self._patience and without:
-            yield self._finding(index, without, seen, self._patience, Severity.WARNING)
+            yield self._finding(index, without, seen, self._patience, Severity.INFO)
             self._without[index] = []
+        self._last[index] = seen
         self._judged += 1
         if self._judged >= self._patience or self._all_settled():
             self._calls.close()
+
+    def finish(self) -> Iterator[Finding]:
+        """Tell of a layer that a chain leaves out, where the run was too short to be sooner."""
+        for index, seen in self._last.items():
+            if self._first <= self._steps[index] < self._first + _SURER:
+                yield from self._report_skipped(index, seen, self._steps[index])
+
+    def _report_skipped(self, index: int, seen: Observation, steps: int) -> Iterator[Finding]:
+        skipped = [name for name in self._without[index] if self._skipped(name, least=steps)]
+        if skipped:
+            self._without[index] = [name for name in self._without[index] if name not in set(skipped)]
+            yield self._finding(index, skipped, seen, steps, Severity.WARNING)
+
+    def _skipped(self, name: str, *, least: int) -> bool:
+        path = self._watch.owner_of(name)[0]
+        parts = path.split(".")
+        containers = [".".join(parts[:count]) for count in range(len(parts))]
+        return any(self._calls.chained(each, least=least) for each in containers if not self._calls.ran(path))
 
     def _all_settled(self) -> bool:
         return len(self._without) == len(self._watch.optimizers) and not any(self._without.values())
@@ -109,6 +140,8 @@ class MissingGradients:
             return "unused_parameter" if works else "graph_cut"
         if path in self._calls.unrecorded:
             return "no_grad"
+        if self._skipped(name, least=self._first):
+            return "skipped_layer"
         return "dead_branch" if self._conditional(name) else "unused_layer"
 
     def _finding(self, index: int, names: list[str], seen: Observation, steps: int, severity: Severity) -> Finding:
@@ -124,7 +157,7 @@ class MissingGradients:
             "GG202",
             f"{len(names)} of {trainable} trainable parameters got no gradient in any of the first {steps} steps: "
             f"{shown(names)}. {why}{self._cut_place(kinds, owners)}",
-            likely=[kind for kind, _ in counts.most_common() if kind != "unknown"],
+            likely=[_CAUSES.get(kind, kind) for kind, _ in counts.most_common() if kind != "unknown"],
             severity=severity,
             step=seen.step,
             moment=Moment.BEFORE_STEP,

@@ -85,6 +85,26 @@ def _dropout_names(kind: type[nn.Module]) -> tuple[str, ...]:
     return tuple(sorted(names)) if asks else ()
 
 
+def cumulative_norms(modules: Iterable[Sensitive]) -> set[str]:
+    """Paths of the normalisations that average over all batches alike: their momentum is None."""
+    return {each.path for each in modules if each.buffers and getattr(each.module, "momentum", 0.0) is None}
+
+
+def recomputing_statistics(training: Iterable[Sensitive], usual: set[str]) -> bool:
+    """Whether running statistics are being computed anew: momentum is None for the time being, as by `update_bn`."""
+    return bool(cumulative_norms(training) - usual)
+
+
+def set_one_by_one(model: nn.Module) -> bool:
+    """Whether a model in eval mode has nothing in training mode but single layers of dropout or normalisation.
+
+    `.train()` on a part of the model would set what is around them, too.
+    """
+    return not model.training and all(
+        isinstance(module, (_DropoutNd, _NormBase)) for module in model.modules() if module.training
+    )
+
+
 def described(modules: Iterable[Any], most: int = 4) -> str:
     """Paths and kinds of sensitive modules, grouped by kind: `blocks.0.mlp.3`, `blocks.1.mlp.3`: Dropout p=0.2."""
     by_kind: dict[str, list[str]] = {}

@@ -17,18 +17,38 @@ _LIKELY = {
     "contained": ["odd_batch"],
     "memorised": ["memorised"],
     "spike": ["lr_too_high"],
+    "sudden": ["odd_batch", "no_clipping", "lr_too_high"],
 }
 
 
-def zero_norm(seen: Observation, in_a_row: int) -> Finding:
-    """GG201: gradients are there, and all of them are zero."""
+def zero_norm(seen: Observation, in_a_row: int, *, trained: bool, dwindled: bool = False) -> Finding:
+    """GG201: gradients are there, and all of them are zero.
+
+    A loss of 0 in a run that had losses and gradients before is what hinge, triplet and sparse rewards end in, above
+    all where it `dwindled`.
+    """
     often = f" for {in_a_row} steps in a row" if in_a_row > 1 else ""
     return _about(
         "GG201",
         seen,
         f"The gradient norm is exactly 0 over {len(seen.grad_norms)} parameters{often}, at loss {number(seen.loss)}.",
-        likely=["constant_output"] if seen.loss else ["loss_zero"],
+        likely=["constant_output"] if seen.loss else ["learned"] if dwindled else ["loss_zero", "learned"],
+        severity=Severity.INFO if trained and not seen.loss else Severity.WARNING,
+        cause_id=f"optimizer {seen.optimizer}{'' if seen.loss else ', loss 0'}",
         evidence={"loss": seen.loss, "in_a_row": in_a_row, "lr": list(seen.lr)},
+    )
+
+
+def no_graph(loss_value: str, step: int) -> Finding:
+    """GG220: backward() on a loss that is a leaf; no gradient can come from it."""
+    return finding(
+        "GG220",
+        f"backward() was called on a leaf tensor of shape {loss_value}: the loss has no graph (grad_fn is None) and is "
+        f"no parameter, so this backward() gives no gradient to anything. requires_grad=True was set on it by hand, "
+        f"which silences torch's own error.",
+        likely=["detached_loss", "no_grad"],
+        step=step,
+        moment=Moment.BEFORE_BACKWARD,
     )
 
 
@@ -75,10 +95,11 @@ def above_limit(seen: Observation, limit: float) -> Finding:
     )
 
 
-def too_high(seen: Observation, standing: Standing, spike_factor: float, *, memorised: bool) -> Finding:
+def too_high(seen: Observation, standing: Standing, spike_factor: float, *, memorised: bool, sudden: bool) -> Finding:
     """GG203: far above the run's own level.
 
-    Only worth knowing where clipping brought it back to that level, or where the loss is nearly gone anyway.
+    Only worth knowing where clipping brought it back to that level, or where the loss is nearly gone anyway. A spike
+    that is `sudden`, with the loss in the same step, is first of all an odd batch.
     """
     applied = seen.grad_norm_clipped
     contained = bool(seen.clipped) and applied is not None and applied < spike_factor * standing.median
@@ -91,7 +112,7 @@ def too_high(seen: Observation, standing: Standing, spike_factor: float, *, memo
         seen,
         f"{_against(seen, standing)}, at loss {number(seen.loss)} and lr {learning_rates(seen.lr)}."
         f"{then}{_largest(seen)}",
-        likely=_LIKELY[kind],
+        likely=_LIKELY["sudden" if sudden and kind == "spike" else kind],
         severity=Severity.WARNING if kind == "spike" else Severity.INFO,
         cause_id=f"optimizer {seen.optimizer}, {kind}",
         evidence=_figures(seen, standing) | {"applied": applied, "largest": dict(seen.largest_grads())},

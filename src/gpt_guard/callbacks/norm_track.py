@@ -7,11 +7,14 @@ from typing import Any
 
 from gpt_guard.callbacks.clipping import Clipping
 from gpt_guard.callbacks.history import RobustHistory, quantile
+from gpt_guard.callbacks.scaling import Scaling
 from gpt_guard.records import Observation
 
 _REFERENCE = 20
 _RECENT = 10
 _GONE = 0.05
+_LOSS_JUMP = 3.0
+_CLIMBING = 2.0
 
 
 class NormTrack:
@@ -25,6 +28,24 @@ class NormTrack:
         self.zeros = 0
         self.empty = 0
         self.backwards = 0
+        self.factor = 1.0
+        self.scaling = Scaling()
+
+    @property
+    def trained(self) -> bool:
+        """Whether there was a loss other than 0 that had a gradient."""
+        return bool(self.first_loss) or any(self.losses)
+
+    def sudden(self, factor: float) -> bool:
+        """Whether norm and loss jumped in this one step, out of a calm level; `factor` is that of the norm now.
+
+        Too large a learning rate makes both climb from step to step; one odd batch does not announce itself.
+        """
+        before, self.factor = self.factor, factor
+        known = [loss for loss in list(self.losses)[-_RECENT:] if loss is not None]
+        if before >= _CLIMBING or len(known) < _RECENT or known[-2] > _CLIMBING * quantile(known[:-1], 0.5):
+            return False
+        return known[-1] > _LOSS_JUMP * max(known[:-1]) > 0.0
 
     def take_loss(self, loss: float | None) -> None:
         """Note the loss of a step whose norm is finite."""

@@ -10,21 +10,26 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gpt_guard.callbacks.base import Guard
+from gpt_guard.callbacks.decay import DecayWatch
 from gpt_guard.callbacks.param_confirm import Verdict
 from gpt_guard.callbacks.param_history import IDLE_STEPS, History, Moved
 from gpt_guard.callbacks.param_meter import Measured, Meter
 from gpt_guard.callbacks.param_plan import Columns, listed
 from gpt_guard.callbacks.param_words import Facts, frozen_moved, judge_confirmed, zero_gradient
+from gpt_guard.callbacks.settings import check_types
+from gpt_guard.callbacks.undone import Returns
 from gpt_guard.callbacks.update_ratio import RatioWatch
 from gpt_guard.callbacks.wiring import Wiring
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.watch import Watch
-from gpt_guard.records import Finding, Moment, Observation
+from gpt_guard.records import Finding, Moment, Observation, Severity
 
 # Ten times the spacing of float32: below it a step changes the last digit of a weight at best. A healthy ratio is
 # about 1e-3 (A. Karpathy, CS231n, "Ratio of weights:updates").
 RATIO_LOW = 10 * torch.finfo(torch.float32).eps
 RATIO_HIGH = 1.0
+# After any of these a small update has its reason.
+_EXPLAINS = ("GG301", "GG302 ", "GG304 explains", "GG305", "GG307 stale", "GG310", "GG311", "GG312")
 
 
 class ParamDeltaProbe(Guard):
@@ -61,6 +66,7 @@ class ParamDeltaProbe(Guard):
         ratio_window: int = 50,
         inspect_steps: int = 3,
     ) -> None:
+        check_types(ParamDeltaProbe, locals())
         if not 0.0 < lost_share <= 1.0:
             raise GuardUsageError(f"lost_share is {lost_share}; it is a share, above 0 and at most 1")
         self._size = None if exact else _positive("sample", sample)
@@ -73,6 +79,8 @@ class ParamDeltaProbe(Guard):
         self._ratio_watches: dict[int, RatioWatch] = {}
         self._said: set[str] = set()
         self._last: tuple[list[str], Columns] | None = None
+        self._decay = DecayWatch(self._said)
+        self._returns = Returns(self._said)
         self._due: list[Finding] = []
         self._meter: Meter | None = None
         self._wiring: Wiring | None = None
@@ -88,9 +96,10 @@ class ParamDeltaProbe(Guard):
         self._wiring = Wiring(watch, self._inspect, self._said)
 
     def detach(self) -> None:
-        # Both hold tensors.
+        # All of these hold tensors.
         self._meter = self._wiring = None
         self._due = []
+        self._returns.close()
         super().detach()
 
     def before_backward(self, loss: Tensor) -> None:
@@ -101,28 +110,48 @@ class ParamDeltaProbe(Guard):
     def before_step(self, optimizer: Optimizer) -> None:
         if self._meter is not None:
             self._meter.before(optimizer)
+            self._returns.before(self.watch, optimizer, self._meter)
 
     def after_step(self, optimizer: Optimizer) -> None:
         if self._meter is not None:
             self._meter.after(optimizer)
+            self._returns.after(self.watch)
         if self._wiring is not None:
             self._due += self._wiring.after_step(optimizer)
 
     def judge(self, seen: Observation) -> Iterable[Finding]:
         due, self._due = self._due, []
         yield from due
+        index = seen.optimizer
+        if self._wiring is not None:
+            self._wiring.count_gradients(index, len(seen.grad_norms))
+        for found in self._decay.judge(seen, self.watch.optimizers[index]):
+            # Steps as large as the weights are the same trouble.
+            self._ratio_watch(index).said.add("GG308")
+            yield found
         measured = self._meter.read(seen) if self._meter is not None else None
         if measured is None or measured.columns is None:
             return
         plan, columns = measured.plan, measured.columns
         self._last = plan.names, columns
+        yield from self._returns.judge(self.watch, seen, plan.names, columns)
         if not measured.closure:
-            yield from self._ratio_watch(seen.optimizer).judge(seen, plan.weights)
-        history = self._history(seen.optimizer)
+            yield from self._ratio_watch(index).judge(seen, plan.weights, self._explained)
+        history = self._history(index)
         weight = history.weigh(max(seen.lr, default=0.0), seen.grad_norm)
         quiet = not plan.any_frozen and history.quiet(len(plan.names), min(columns.share), half=plan.any_half)
         if not quiet or measured.verdicts:
             yield from self._judge_moves(seen, measured, columns.share, weight)
+
+    def _explains(self, found: Finding) -> Finding:
+        """Remember a GG304 that explains small updates, as that of a lone bias does not."""
+        if found.code == "GG304" and found.severity is not Severity.INFO:
+            self._said.add("GG304 explains")
+        return found
+
+    def _explained(self) -> bool:
+        """Whether it has been said already why nothing moves."""
+        return any(said.startswith(_EXPLAINS) for said in self._said)
 
     def _judge_moves(
         self, seen: Observation, measured: Measured, share: list[float], weight: float
@@ -147,7 +176,7 @@ class ParamDeltaProbe(Guard):
         if thawed := self._new("GG306", history.thawed()):
             yield frozen_moved(facts, thawed)
         if zero := self._new("GG304", history.never_had_gradient(self.watch.model)):
-            yield zero_gradient(facts, zero, self._patience)
+            yield self._explains(zero_gradient(facts, zero, self._patience))
         self._ask(seen.optimizer, history, step)
 
     def _judge_confirmed(
@@ -158,13 +187,14 @@ class ParamDeltaProbe(Guard):
         for found, names in judge_confirmed(facts, verdicts, moved, idle=idle, lost=self._lost, scaling=scaling):
             self._said |= {f"moves {name}" for name in names}
             ratio = self._ratio_watch(facts.seen.optimizer)
-            if found.code == "GG309" and "GG309" in ratio.said:
+            # That steps are too small, and that they are too small to change anything, is said once.
+            if found.code in ("GG301", "GG309") and "GG309" in ratio.said:
                 continue
             ratio.said.add(found.code)
             # Parameters get stuck one after the other; that all of them round, or none moves, is said once.
             if found.code == "GG304" or found.code not in self._said:
                 self._said.add(found.code)
-                yield found
+                yield self._explains(found)
         history.excuse([name for name in verdicts if f"moves {name}" not in self._said])
         if any(verdict.changed for verdict in verdicts.values()):
             history.idle = 0.0

@@ -77,9 +77,7 @@ class Plan:
             params = group["params"]
             if len(params) != len(members) or not all(map(is_, params, members)):
                 return True
-        if self._addresses() != self._pointers:
-            return True
-        return [tensor.requires_grad for tensor in self.tensors] != self.trains
+        return self._addresses() != self._pointers or [each.requires_grad for each in self.tensors] != self.trains
 
     def take(self) -> None:
         """Remember the values before the step."""
@@ -116,7 +114,7 @@ class Columns:
 
     `norm` is that of the change; `share` the share of elements that changed, known for half types only and elsewhere
     the same as `norm`: there it only matters whether it is zero. `ratio` is the overall update-to-weight ratio, NaN
-    where nothing counts; `largest` the largest absolute change.
+    where nothing counts, `held` the norm of what counts before the step; `largest` the largest absolute change.
     """
 
     def __init__(self, changes: Sequence[Change], vectors: Sequence[list[float]], count: int) -> None:
@@ -126,8 +124,8 @@ class Columns:
         halves = any(_has_share(places, vector) for places, vector in self._groups)
         self.share = self._column(2) if halves else self.norm
         moved = math.hypot(*[vector[-3] for vector in vectors])
-        held = math.hypot(*[vector[-2] for vector in vectors])
-        self.ratio = moved / held if held > 0.0 else math.nan
+        self.held = math.hypot(*[vector[-2] for vector in vectors])
+        self.ratio = moved / self.held if self.held > 0.0 else math.nan
         self.largest = max([vector[-1] for vector in vectors])
 
     def _column(self, number: int) -> list[float]:

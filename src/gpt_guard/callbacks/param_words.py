@@ -14,7 +14,7 @@ from gpt_guard.callbacks.param_confirm import Verdict
 from gpt_guard.callbacks.param_plan import listed
 from gpt_guard.catalogue import finding
 from gpt_guard.hooks.watch import Watch
-from gpt_guard.records import Finding, Observation
+from gpt_guard.records import Finding, Observation, Severity
 from gpt_guard.render import learning_rate, learning_rates, number
 
 # State that Adam-like optimizers keep: with it, an element moves by about lr whatever the size of its gradient.
@@ -70,7 +70,20 @@ class Facts:
         """Whether the parameter has 16 bits or fewer."""
         return self.tensors[name].dtype.itemsize <= _HALF_BYTES
 
-    def build(self, code: str, seen: str, names: Sequence[str], likely: Sequence[str]) -> Finding:
+    def lone_biases(self, names: Iterable[str]) -> bool:
+        """Whether these are all biases whose weight is not among them: usually the loss does not depend on them.
+
+        So it is before a normalisation, for keys before softmax, and at the end of a critic that sees differences only.
+        """
+        known = set(names)
+        return all(
+            name.rpartition(".")[2].startswith(("bias", "in_proj_bias"))
+            and self.tensors[name].dim() == 1
+            and name.replace("bias", "weight") not in known
+            for name in known
+        )
+
+    def build(self, code: str, seen: str, names: Sequence[str], likely: Sequence[str], **fields: Severity) -> Finding:
         """A finding about these parameters in this step."""
         path, kind = self.watch.owner_of(names[0])
         return finding(
@@ -88,6 +101,7 @@ class Facts:
                 "lr": list(self.seen.lr),
                 "grad_norm": self.seen.grad_norm,
             },
+            **fields,
         )
 
 
@@ -119,20 +133,23 @@ def judge_confirmed(
 
 
 def _nothing_moved(facts: Facts, verdicts: Mapping[str, Verdict], *, scaling: bool) -> Finding:
-    names = list(verdicts)
+    names, seen = list(verdicts), facts.seen
     compared = sum(verdict.compared for verdict in verdicts.values())
     rounded = all(facts.rounds_away(name, verdict) for name, verdict in verdicts.items())
     half = rounded and any(facts.is_half(name) for name in names)
+    # Adam divides by the root of an average of squares, which is inf above this norm.
+    overflow = not (seen.grad_norm or 0.0) < math.sqrt(torch.finfo(torch.float32).max)
     likely = [
         key
         for key, holds in (
+            ("overflow", overflow),
             ("rounding_half", half),
             ("lr_too_small", rounded and not half),
             ("found_inf", scaling),
+            ("step_replaced", not rounded and not overflow),
         )
         if holds
     ]
-    seen = facts.seen
     return facts.build(
         "GG301",
         f"step() of {type(facts.optimizer).__name__} changed none of {compared:,} compared elements in "
@@ -167,13 +184,15 @@ def _never_moves(facts: Facts, names: list[str], verdicts: Mapping[str, Verdict]
     ratio = facts.seen.update_ratio
     if rounded and (ratio is None or not ratio >= facts.ratio_low):
         return _too_small(facts, rounded, verdicts)
+    lone = facts.lone_biases(names)
     return facts.build(
         "GG304",
         f"{len(names)} parameter{'s' if len(names) > 1 else ''} with a non-zero gradient never moved in the last steps "
         f"although other parameters did: {listed(names)}. Grad norm of `{first}` "
         f"{number(facts.seen.grad_norms.get(first))}, lr {learning_rate(facts.lr[first])}.",
         names,
-        ["rounding" if first in rounded else "undone"],
+        ["cancelled" if lone else "rounding" if first in rounded else "undone"],
+        severity=Severity.INFO if lone else Severity.WARNING,
     )
 
 
@@ -192,13 +211,14 @@ def _too_small(facts: Facts, names: list[str], verdicts: Mapping[str, Verdict]) 
 
 def zero_gradient(facts: Facts, names: list[str], patience: int) -> Finding:
     """Parameters whose gradient was exactly zero in every step."""
-    many = len(names) > 1
+    many, lone = len(names) > 1, facts.lone_biases(names)
     return facts.build(
         "GG304",
         f"The gradient of {len(names)} trainable parameter{'s' if many else ''} has been exactly zero in every step so "
         f"far, at least {patience} in a row, while others have one: {listed(names)}.",
         names,
-        ["multiplied_by_zero"],
+        ["cancelled" if lone else "multiplied_by_zero"],
+        severity=Severity.INFO if lone else Severity.WARNING,
     )
 
 

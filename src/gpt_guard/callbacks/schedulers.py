@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
 
 class SchedulerView:
@@ -19,7 +19,7 @@ class SchedulerView:
     `index` is the place of the optimizer it drives among the watched ones, or None for a foreign or unknown one.
     `start` and `last` are its positions when first and last looked at, None where it keeps none. `fast` counts steps
     in a row in which it moved too far; `differs` those in which the group's lr was not the scheduler's, `agrees` those
-    in which it was, both counted from its first move.
+    in which it was, both counted from its first move. `length` is the position at which it has come to its own end.
     """
 
     def __init__(self, scheduler: Any, optimizers: Sequence[Optimizer], *, found: bool = False) -> None:
@@ -36,6 +36,8 @@ class SchedulerView:
         self.fast = 0
         self.agrees = 0
         self.differs = 0
+        self.length = length(inner)
+        self._overran = False
 
     def look(self, lr: tuple[float, ...], skipped: int) -> int:
         """Look before an optimizer step; returns by how much it moved since the last one, skipped steps taken off."""
@@ -53,6 +55,21 @@ class SchedulerView:
         fast = moved >= 2 and moved > 1 + skipped and moved != _processes()
         self.fast = self.fast + 1 if fast else 0
         return moved
+
+    def overran(self) -> bool:
+        """True once: its position is past its own length, by a tenth and more than one step."""
+        # Drop-last and rounded-up step counts are off by a little.
+        if self.length is None or self.last is None or self._overran or self.last <= 1.1 * self.length + 1:
+            return False
+        # It may have been loaded, or given another length, after it was first looked at.
+        self.length = length(self.get())
+        self._overran = self.length is not None and self.last > 1.1 * self.length + 1
+        return self._overran
+
+    @property
+    def per_step(self) -> bool:
+        """Whether it moves with the optimizer steps rather than with the epochs."""
+        return self.last is not None and self.start is not None and self.last - self.start >= 0.5 * (self.judged - 1)
 
     def look_again(self) -> None:
         """Take the position at the end, after the last optimizer step."""
@@ -108,6 +125,24 @@ def position(scheduler: Any) -> int | None:
     if own is None and (parts := getattr(scheduler, "_schedulers", None)):
         return position(parts[0])
     return int(own) if isinstance(own, (int, float)) else None
+
+
+def length(scheduler: Any) -> int | None:
+    """The position at which it has done all that it was made for, where torch's own kinds have one.
+
+    Of those that go on repeating, or stay where they are, this is not asked: LinearLR ends at its full lr.
+    """
+    kind = type(scheduler)
+    if kind is CosineAnnealingLR:
+        own = scheduler.T_max
+    elif kind is OneCycleLR:
+        own = scheduler.total_steps
+    elif kind is SequentialLR:
+        last, begins = length(scheduler._schedulers[-1]), scheduler._milestones[-1:]
+        own = None if last is None or not begins else begins[0] + last
+    else:
+        return None
+    return int(own) if isinstance(own, (int, float)) and own > 0 else None
 
 
 def last_lr(scheduler: Any) -> tuple[float, ...] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from gpt_guard.catalogue import finding
@@ -18,6 +18,7 @@ _FEW = 64
 # Adam at lr 1e-2 on weights of std 0.02 takes such steps and learns; the loss tells it from lr 0.1, which climbs.
 _SUSPECT = 0.25
 _RISEN = 1.1
+_CLIPPED_HARD = 100.0
 
 
 class RatioWatch:
@@ -32,15 +33,15 @@ class RatioWatch:
     def __init__(self, high: float, low: float, window: int) -> None:
         self._high = high
         self._low = low
-        self._window: deque[float] = deque(maxlen=window)
-        self._lr: deque[float] = deque(maxlen=window)
+        self._window: deque[float] = deque(maxlen=int(window))
+        self._lr: deque[float] = deque(maxlen=int(window))
         self._lr_peak = 0.0
         self._largest = 0.0
         self._first_loss: float | None = None
         self.said: set[str] = set()
 
-    def judge(self, seen: Observation, weights: int) -> Iterable[Finding]:
-        """Take in one step's ratio over so many weights, and give what is out of bounds."""
+    def judge(self, seen: Observation, weights: int, explained: Callable[[], bool]) -> Iterable[Finding]:
+        """Take in one step's ratio over so many weights, and give what is out of bounds and not `explained` yet."""
         ratio = seen.update_ratio
         if ratio is None or not math.isfinite(ratio) or not seen.lr or not seen.grad_norm:
             return ()
@@ -52,7 +53,9 @@ class RatioWatch:
         self._largest = max(self._largest, ratio)
         if self._largest > self._high * _SUSPECT and weights >= _FEW:
             return self._judge_high(seen)
-        return self._judge_low(seen, lr) if ratio < self._low else ()
+        if not ratio < self._low or not lr > 0.0 or _cut_down(seen) or "GG309" in self.said or explained():
+            return ()
+        return self._judge_low(seen, lr)
 
     def _judge_high(self, seen: Observation) -> Iterable[Finding]:
         if "GG308" in self.said or len(self._window) < _RECENT:
@@ -76,7 +79,7 @@ class RatioWatch:
     def _judge_low(self, seen: Observation, lr: float) -> Iterable[Finding]:
         full = len(self._window) == self._window.maxlen
         at_peak = lr >= self._lr_peak and lr <= self._lr[0] * (1 + 1e-6)
-        if "GG309" in self.said or not full or not at_peak or self._largest > 10 * self._low:
+        if not full or not at_peak or self._largest > 10 * self._low:
             return
         median = statistics.median(self._window)
         if median < self._low:
@@ -109,3 +112,11 @@ class RatioWatch:
         self._lr_peak, self._largest = float(state["lr_peak"]), float(state["largest"])
         self._first_loss = state["first_loss"]
         self.said = set(state["said"])
+
+
+def _cut_down(seen: Observation) -> bool:
+    """Whether the gradients overflow, or clipping takes nearly all of them: then those are what to speak of."""
+    before, after = seen.grad_norm, seen.grad_norm_clipped
+    if before is None or not math.isfinite(before):
+        return True
+    return bool(seen.clipped) and after is not None and after < before / _CLIPPED_HARD

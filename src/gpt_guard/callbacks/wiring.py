@@ -8,38 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gpt_guard.callbacks.aliases import aliases
+from gpt_guard.callbacks.hidden_leaves import HiddenLeaves
 from gpt_guard.callbacks.param_plan import listed
-from gpt_guard.callbacks.param_sample import local, sample_view
+from gpt_guard.callbacks.param_still import Still
 from gpt_guard.catalogue import finding
-from gpt_guard.hooks.reach import leaves
-from gpt_guard.hooks.unregistered import Hidden, find_hidden
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Severity
 
 _LOOK_AGAIN = 50
-_MOST_WALKS = 12
-_SAMPLE = 64
-
-
-class Still:
-    """Some tensors and a small copy of each: whether any has changed since `step`."""
-
-    def __init__(self, tensors: Iterable[Tensor], step: int) -> None:
-        self.step = step
-        self._pairs = [(tensor, self._look(tensor)) for tensor in tensors]
-
-    @staticmethod
-    def _look(tensor: Tensor) -> Tensor:
-        values = local(tensor)
-        return torch.zeros(0) if values is None else sample_view(values, _SAMPLE).clone()
-
-    def unchanged(self) -> bool:
-        """True while all of them are as they were. Reads the device: only under suspicion."""
-        return all(torch.equal(self._look(tensor), copy) for tensor, copy in self._pairs)
+_GONE_STEPS = 3
+# A model that uses its parts by chance has fewer gradients now and then.
+_MOST_LOOKS_AGAIN = 5
 
 
 class Wiring:
@@ -49,60 +32,24 @@ class Wiring:
         self._watch = watch
         self._inspect = inspect_steps
         self._said = said
-        self._walks = 0
-        self._own_walks = 0
+        self._leaves = HiddenLeaves(watch, inspect_steps, said)
         self._steps = 0
-        self._hidden: dict[str, tuple[Hidden, Still]] = {}
+        self._looked_at: set[int] = set()
+        self._most: dict[int, int] = {}
+        self._fewer: dict[int, int] = {}
+        self._looks_again = 0
+        self._again = False
         self._unheld: dict[str, tuple[Tensor, Still]] = {}
         self._got_grad: set[str] = set()
 
     # Tensors that the loss depends on and torch does not know as parameters.
 
     def before_backward(self, loss: Tensor) -> Iterator[Finding]:
-        """Walk the graph of the first few losses that reach the model; tell what was suspected a step ago."""
+        """Look at the first few losses that reach the model; tell what was suspected some steps ago."""
         if not loss.requires_grad:
             yield from self._nothing_to_train(Moment.BEFORE_BACKWARD)
             return
-        if self._hidden:
-            yield from self._tell_hidden(self._watch.step)
-        if self._own_walks < self._inspect and self._walks < _MOST_WALKS * self._inspect:
-            self._walks += 1
-            self._walk(loss)
-
-    def _walk(self, loss: Tensor) -> None:
-        found = leaves(loss)
-        model = {id(parameter) for parameter in self._watch.model.parameters()}
-        if not any(id(leaf) in model for leaf in found):
-            return
-        self._own_walks += 1
-        foreign = [leaf for leaf in found if id(leaf) not in model and self._watch.name_of(leaf) is None]
-        for hidden in find_hidden(self._watch.model, foreign) if foreign else ():
-            if f"GG303 {hidden.name}" not in self._said:
-                self._hidden.setdefault(hidden.name, (hidden, Still(hidden.tensors, self._watch.step)))
-
-    def _tell_hidden(self, step: int) -> Iterator[Finding]:
-        for name, (hidden, still) in list(self._hidden.items()):
-            if step <= still.step:
-                continue
-            del self._hidden[name]
-            if not still.unchanged():
-                continue
-            self._said.add(f"GG303 {name}")
-            count = len(hidden.tensors)
-            size = sum(tensor.numel() for tensor in hidden.tensors)
-            yield finding(
-                "GG303",
-                f"The loss depends on {count} trainable leaf tensor{'s' if count > 1 else ''} ({hidden.shapes}; "
-                f"{size:,} elements) that are neither in model.parameters() nor in an optimizer. They are in attribute "
-                f"`{name}` ({hidden.kind}) of {hidden.module_class}, and step {still.step} did not change them.",
-                step=still.step,
-                moment=Moment.BEFORE_BACKWARD,
-                module=hidden.path,
-                module_class=hidden.module_class,
-                parameter=name,
-                likely=["plain_tensor"] if "tensor" in hidden.kind or "Parameter" in hidden.kind else [],
-                evidence={"attribute": name, "tensors": count, "elements": size, "shapes": hidden.shapes},
-            )
+        yield from self._leaves.before_backward(loss)
 
     # Parameters and optimizers.
 
@@ -110,10 +57,30 @@ class Wiring:
         """Compare what the model has with what the optimizers hold, in the first steps and now and then."""
         watch = self._watch
         self._steps += 1
+        if id(optimizer) not in self._looked_at:
+            self._looked_at.add(id(optimizer))
+            yield from self._fresh(aliases(watch, optimizer))
         if self._unheld:
             yield from self._tell_unheld(watch.step)
-        if self._steps <= self._inspect * len(watch.optimizers) or self._steps % _LOOK_AGAIN == 0:
+        if self._steps <= self._inspect * len(watch.optimizers) or self._steps % _LOOK_AGAIN == 0 or self._again:
+            self._again = False
             yield from self._compare()
+
+    def _fresh(self, findings: Iterable[Finding]) -> Iterator[Finding]:
+        for found in findings:
+            if (told := f"{found.code} alias {found.parameter}") not in self._said:
+                self._said.add(told)
+                yield found
+
+    def count_gradients(self, index: int, count: int) -> None:
+        """Look again soon where parameters that had a gradient have none for three steps, as replaced ones have not."""
+        if count >= self._most.get(index, 0):
+            self._most[index], self._fewer[index] = count, 0
+            return
+        self._fewer[index] += 1
+        if self._fewer[index] == _GONE_STEPS and self._looks_again < _MOST_LOOKS_AGAIN:
+            self._looks_again += 1
+            self._again = True
 
     def _compare(self) -> Iterator[Finding]:
         watch = self._watch
@@ -128,13 +95,14 @@ class Wiring:
         if held and len(foreign) == len(held):
             yield from self._tell_stale(model, foreign)
             return
-        if self._steps >= self._inspect:
-            yield from self._tell_foreign(foreign, model)
         for name, parameter in model.items():
             if id(parameter) in held or not parameter.requires_grad or parameter.grad is None:
                 continue
             if f"GG302 {name}" not in self._said and name not in self._unheld:
                 self._unheld[name] = (parameter, Still([parameter], watch.step))
+        # Where something has taken the place of these tensors, that is said first.
+        if self._steps >= self._inspect and not self._unheld:
+            yield from self._tell_foreign(foreign, model)
 
     def _tell_unheld(self, step: int) -> Iterator[Finding]:
         ripe = {name: pair for name, pair in self._unheld.items() if step > pair[1].step}
@@ -203,7 +171,7 @@ class Wiring:
             if not found or f"GG307 {kind}" in self._said:
                 continue
             self._said.add(f"GG307 {kind}")
-            what = "never had a gradient" if kind == "idle" else "do get gradients, as a criterion or a prompt does"
+            what = "get no gradient" if kind == "idle" else "do get gradients, as a criterion or a prompt does"
             yield finding(
                 "GG307",
                 f"The optimizer holds {len(found)} tensors that are not the model's ({listed(found, 3)}). They {what}.",
@@ -240,12 +208,12 @@ class Wiring:
     def finish(self) -> Iterator[Finding]:
         """Tell what only waited for one more step."""
         last = self._watch.step
-        if self._hidden and self._steps:
-            yield from self._tell_hidden(last)
+        if self._steps:
+            yield from self._leaves.finish()
         if self._unheld:
             yield from self._tell_unheld(last)
 
     def close(self) -> None:
         """Drop every reference to tensors."""
-        self._hidden.clear()
+        self._leaves.close()
         self._unheld.clear()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 
 from gpt_guard.checkpoint.belongs import model_config, verify
 from gpt_guard.checkpoint.finite import listing, non_finite
+from gpt_guard.checkpoint.given import checked_path
 from gpt_guard.checkpoint.layout import Stored, take_apart
 from gpt_guard.checkpoint.optimizer_state import misfits, move_to_parameters, parameter_names
 from gpt_guard.checkpoint.read import read_payload
@@ -68,7 +68,7 @@ def load_checkpoint(
     Raises FingerprintMismatch (GG701 to GG703) or CheckpointError (GG705, GG707, GG708).
     """
     voice = Voice(on_finding)
-    path = Path(path)
+    path = checked_path("load_checkpoint", path, model)
     bare = unwrap(model)
     optimizers = plain_optimizers(optimizer)
     stored = take_apart(path, read_payload(path, voice, max_bytes), voice)

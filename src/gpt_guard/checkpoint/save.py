@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from gpt_guard.atomic import replacing
 from gpt_guard.checkpoint.belongs import model_config
 from gpt_guard.checkpoint.finite import leaves, listing, non_finite
+from gpt_guard.checkpoint.given import checked_path
 from gpt_guard.checkpoint.optimizer_state import parameter_names
 from gpt_guard.checkpoint.pickles import unsafe_globals
 from gpt_guard.checkpoint.say import OnFinding, Voice
@@ -65,7 +66,9 @@ def save_checkpoint(
     that could not be loaded again, OSError from the file system.
     """
     voice = Voice(on_finding)
-    path = Path(path)
+    path = checked_path("save_checkpoint", path, model)
+    if path.is_dir():
+        raise GuardUsageError(f"{path} is a folder; give the name of a file in it, such as {path / 'step_1000.pt'}")
     optimizers = plain_optimizers(optimizer)
     bare = unwrap(model)
     memo: dict[Any, Tensor] = {}

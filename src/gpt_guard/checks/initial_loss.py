@@ -154,6 +154,10 @@ class InitialLossStage(Stage):
         above = found.loss > found.log_vocab + 0.1
         seen = f"The trained model has a loss of {number(found.loss)}; guessing evenly costs {number(found.log_vocab)}."
         likely = ["tokenizer", "shift"] if above else ["not_loaded", "not_learned"]
+        repeating = first_loss(model, x, x, subject.ignore_index, 0)
+        if subject.causal and repeating is not None and repeating.loss < bound:
+            likely = ["shift"]
+            seen += f" It repeats its input: with the inputs as targets its loss is {number(repeating.loss)}."
         return self.failed(title, measured, expected, finding("GG658", seen, likely=likely))
 
 

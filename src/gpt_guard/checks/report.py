@@ -6,7 +6,7 @@ import os
 from html import escape
 from typing import TYPE_CHECKING, Self
 
-from gpt_guard.checks.lines import MARKS, distinct, report_lines, summary
+from gpt_guard.checks.lines import INDENT, MARKS, Line, report_lines, summary, told
 from gpt_guard.checks.stages import heading
 from gpt_guard.errors import PreflightError
 from gpt_guard.records import CheckResult, Report
@@ -30,8 +30,18 @@ FACTS = (
     "overfit_loss",
 )
 """The facts that every report has, as None where nothing could be measured."""
-STYLES = {"heading": "bold", "passed": "green", "failed": "bold red", "skipped": "dim"}
+_STYLES = {"heading": "bold", "passed": "", "failed": "bold red", "skipped": "dim"}
 _COLOURS = {"passed": "#2e7d32", "failed": "#c62828", "skipped": "#777777"}
+
+
+def styled(line: Line) -> Text:
+    """A line in colour: of what passed only the mark, so that what failed stands out."""
+    from rich.text import Text
+
+    text = Text(line.text, style=_STYLES[line.kind])
+    if line.kind == "passed":
+        text.stylize("green", 0, INDENT)
+    return text
 
 
 class PreflightReport(Report):
@@ -59,8 +69,8 @@ class PreflightReport(Report):
 
     def __str__(self) -> str:
         lines = [line.text for line in report_lines(self.checks)]
-        told = [f"\n{render_finding(finding)}" for finding in distinct(self.findings)]
-        return "\n".join([*lines, "", summary(self.checks), *told])
+        findings = [f"\n{render_finding(finding)}" for finding in told(self.checks)]
+        return "\n".join([*lines, "", summary(self.checks), *findings])
 
     def __rich__(self) -> Text:
         """For `rich.print`: the same text in colour."""
@@ -68,9 +78,9 @@ class PreflightReport(Report):
 
         text = Text()
         for line in report_lines(self.checks):
-            text.append(f"{line.text}\n", style=STYLES[line.kind])
+            text.append_text(styled(line)).append("\n")
         text.append(f"\n{summary(self.checks)}\n", style="bold")
-        for finding in distinct(self.findings):
+        for finding in told(self.checks):
             text.append(f"\n{render_finding(finding)}\n")
         return text
 
@@ -85,5 +95,5 @@ class PreflightReport(Report):
             cells = "".join(f"<td>{escape(text)}</td>" for text in (result.title, result.measured, result.expected))
             rows.append(f"<tr><th>{escape(name)}</th>{mark}{cells}</tr>")
         head = "<tr><th>stage</th><th></th><th>check</th><th>measured</th><th>expected</th></tr>"
-        told = "".join(f"<pre>{escape(render_finding(finding))}</pre>" for finding in distinct(self.findings))
-        return f"<table>{head}{''.join(rows)}</table><p>{escape(summary(self.checks))}</p>{told}"
+        findings = "".join(f"<pre>{escape(render_finding(finding))}</pre>" for finding in told(self.checks))
+        return f"<table>{head}{''.join(rows)}</table><p>{escape(summary(self.checks))}</p>{findings}"

@@ -48,10 +48,13 @@ def title(name: str) -> str:
 def select(only: Iterable[str | int] = (), skip: Iterable[str | int] = ()) -> tuple[Stage, ...]:
     """The stages to run: all, or those in `only`, without those in `skip`; each by name or number.
 
-    Raises GuardUsageError for a stage that does not exist, listing those that do.
+    Raises GuardUsageError for a stage that does not exist, listing those that do, and where none is left.
     """
     wanted, unwanted = set(map(_name, only)), set(map(_name, skip))
-    return tuple(stage(name) for name in NAMES if (not wanted or name in wanted) and name not in unwanted)
+    chosen = tuple(stage(name) for name in NAMES if (not wanted or name in wanted) and name not in unwanted)
+    if not chosen:
+        raise GuardUsageError(f"no stage is left to run: {', '.join(sorted(unwanted))} left out")
+    return chosen
 
 
 def _name(asked: str | int) -> str:

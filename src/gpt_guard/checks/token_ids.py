@@ -81,7 +81,7 @@ class TokenIdsStage(Stage):
 
     def _form(self, name: str, ids: Tensor, subject: Subject) -> CheckResult:
         title, block_size = f"{name}: form", subject.block_size
-        shape = "x".join(f"{size:,}" for size in ids.shape) or "a single number"
+        shape = "x".join(str(size) for size in ids.shape) or "a single number"
         measured = f"{type_name(ids)} [{shape}]"
         expected = "integers [N]" + (f", N above block_size {block_size}" if block_size is not None else "")
         found: Finding | None = None

@@ -20,6 +20,9 @@ CHECKPOINT = Path("checkpoints/mini_gpt_best.pt")
 TOKENIZER = Path("tokenizer/char_tokenizer.json")
 TRAIN_DATA = Path("data/encoded/train_ids.pt")
 
+INTERRUPTED = 130
+"""What shells say of a program that SIGINT ended (128 + 2): neither passed nor failed."""
+
 _SPLITS = "beside the training data, if it is there"
 
 
@@ -58,6 +61,7 @@ def check(
 
     The model's code is imported from the current folder; every file is read as data. Exit code 0: all that could be
     checked passed. 1: a check failed. 2: the input cannot be used (a file is missing, damaged or of the wrong kind).
+    130: interrupted.
     """
     from gpt_guard.checks.project import Project, load_project
     from gpt_guard.checks.run import preflight
@@ -87,11 +91,15 @@ def check(
     subject.causal, subject.pad_id, subject.eos_id = causal, pad_id, eos_id
     if subject.unusable:
         stages = select(["environment", "files"])  # what needs the files would only repeat what is wrong with them
-    with Live() as live:
-        live.about(project.model, subject)
-        subject.progress = live.progress
-        report = preflight(subject, stages, live.result)
-        live.end(report)
+    try:
+        with Live() as live:
+            live.about(project.model, subject)
+            subject.progress = live.progress
+            report = preflight(subject, stages, live.result)
+            live.end(report)
+    except KeyboardInterrupt:
+        typer.echo("\ngpt-guard check: interrupted; no report was written", err=True)
+        raise typer.Exit(INTERRUPTED) from None
     if json is not None:
         try:
             report.save(json)

@@ -11,10 +11,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from gpt_guard.checks.base import Subject
-from gpt_guard.checks.lines import MARKS, PLAIN_MARKS, Line, distinct, heading_line, result_lines, summary
-from gpt_guard.checks.report import STYLES, PreflightReport
+from gpt_guard.checks.lines import MARKS, PLAIN_MARKS, Line, heading_line, result_lines, summary, told
+from gpt_guard.checks.report import PreflightReport, styled
 from gpt_guard.records import CheckResult
-from gpt_guard.render import clean, render_finding
+from gpt_guard.render import WIDTH, clean, render_finding
+
+WIDEST = 120
+"""Longer lines are hard to read, however wide the terminal is."""
 
 
 class Live:
@@ -22,6 +25,8 @@ class Live:
 
     def __init__(self) -> None:
         self._out = Console(highlight=False, soft_wrap=True)
+        # Elsewhere (a file, a pipe) as in every other text of gpt_guard, whatever window it was started from.
+        self._width = min(self._out.width, WIDEST) if self._out.is_terminal else WIDTH
         self._bar = Progress(
             TextColumn("      {task.description}"),
             BarColumn(),
@@ -56,7 +61,7 @@ class Live:
     def result(self, result: CheckResult) -> None:
         """Print a line, below the heading of its stage."""
         self._end_progress()
-        lines = result_lines(result, self._marks)
+        lines = result_lines(result, self._marks, self._width)
         if result.stage != self._stage:
             self._stage = result.stage
             lines = [heading_line(result.stage), *lines]
@@ -74,8 +79,8 @@ class Live:
 
     def end(self, report: PreflightReport) -> None:
         """The findings, then how many checks passed and how long it took."""
-        for finding in distinct(report.findings):
-            self._print(f"\n{render_finding(finding)}")
+        for finding in told(report.checks):
+            self._print(f"\n{render_finding(finding, self._width)}")
         style = "bold red" if report.failed else "bold green"
         self._print(f"\n{summary(report.checks)} in {time.monotonic() - self._start:.1f} s", style)
 
@@ -86,11 +91,13 @@ class Live:
             self._task = None
 
     def _line(self, line: Line) -> None:
-        self._print(line.text, STYLES[line.kind])
+        self._out.print(styled(line._replace(text=self._shown(line.text))))
 
     def _print(self, text: str, style: str = "") -> None:
-        shown = text if _can_show(text, self._out.encoding) else text.encode("ascii", "backslashreplace").decode()
-        self._out.print(Text(clean(shown), style=style))
+        self._out.print(Text(self._shown(text), style=style))
+
+    def _shown(self, text: str) -> str:
+        return clean(text if _can_show(text, self._out.encoding) else text.encode("ascii", "backslashreplace").decode())
 
 
 def _can_show(text: str, encoding: str) -> bool:

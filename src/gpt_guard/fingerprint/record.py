@@ -67,8 +67,11 @@ class Fingerprint(Record):
 
 
 def as_paths(files: Files) -> list[Path]:
-    """Return one path or several as a list."""
-    return [Path(files)] if isinstance(files, (str, os.PathLike)) else [Path(path) for path in files]
+    """Return one path or several as a list. Raises GuardUsageError for what is no path."""
+    found = [files] if isinstance(files, (str, os.PathLike)) or not isinstance(files, Iterable) else list(files)
+    if wrong := [each for each in found if not isinstance(each, (str, os.PathLike))]:
+        raise GuardUsageError(f"data holds {wrong[0]!r:.60}; expected paths of files or folders")
+    return [Path(path) for path in found]
 
 
 def file_digest(path: str | os.PathLike[str]) -> str:

@@ -1,10 +1,14 @@
-"""Whether gradients are cleared between the steps of an optimizer, told from version counters alone."""
+"""Whether gradients are cleared between the steps of an optimizer: version counters suspect, values confirm."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 State = Sequence[tuple[int, int]]
+# A second step in a row is how the loop works; from there on values are looked at, and only so often in all.
+_SUSPICIOUS = 1
+_LOOKS = 4
 
 
 class Clearing:
@@ -13,7 +17,12 @@ class Clearing:
     Between `step()` and the next `backward()` only a clearing has reason to touch a gradient. So gradients that have
     the same identity and version before a backward as after the one before it (or after the step) were not cleared,
     and the new gradient adds to one that a step has already used. Costs no device work. `uncleared` counts the steps
-    in a row that were made so; accumulation over several backwards clears once per step and counts as cleared.
+    in a row that were made so; accumulation over several backwards clears once per step and counts as cleared. A step
+    without a backward of its own, or on gradients that were put in place of those of the backward, was given its
+    gradients by hand: it says nothing here.
+
+    Not every clearing shows in a version counter: `p.grad.data.zero_()` and a write through numpy do not. So `left`
+    holds, for a few suspicious steps, what `look` measured before the backward: zero means cleared.
     """
 
     def __init__(self, places: Sequence[int]) -> None:
@@ -23,29 +32,50 @@ class Clearing:
         self._left: State | None = None
         self._stepped = False
         self._cleared = False
+        self._begun: State = ()
+        self._reached = False
+        self._looks = _LOOKS
         self.uncleared = 0
+        self.left: Any = None
 
-    def backward_begins(self, state: State) -> None:
-        """Compare the gradients with how the last step or backward left them."""
-        own = self._own(state)
+    def backward_begins(self, state: State, look: Callable[[], Any]) -> None:
+        """Compare the gradients with how the last step or backward left them; `look` measures what is in them."""
+        self._begun = own = self._own(state)
         # Gradients that a step inside the last backward has used and freed are gone on both sides.
         if self._left is not None and (own != self._left or all(version < 0 for _, version in own)):
             self._cleared = True
+        elif self.uncleared >= _SUSPICIOUS and self._looks and not (self._cleared or self._reached):
+            self._looks -= 1
+            self.left = look()
 
     def backward_ended(self, state: State) -> None:
         """Remember how this backward left them."""
+        own = self._own(state)
+        # Of several optimizers, this backward may have reached the gradients of another.
+        self._reached = self._reached or self._whole or own != self._begun
         if self._stepped:
-            self._left = self._own(state)
+            self._left = own
 
-    def step_begins(self) -> int:
-        """Steps in a row, this one included, whose gradients still held what an earlier step had used."""
-        self.uncleared = 0 if self._cleared or not self._stepped else self.uncleared + 1
+    def step_begins(self, now: Callable[[], State]) -> int:
+        """Steps in a row, this one included, whose gradients still held what an earlier step had used.
+
+        `now` gives the state of all gradients, and is asked only under suspicion.
+        """
+        if self._cleared or not self._stepped or not self._reached or self._replaced(now):
+            self.uncleared = 0
+        else:
+            self.uncleared += 1
         return self.uncleared
+
+    def _replaced(self, now: Callable[[], State]) -> bool:
+        """Whether other tensors than those of the backward are to be applied: clipping writes into the same ones."""
+        left = self._left or ()
+        return all(mine[0] != found[0] for mine, found in zip(self._own(now()), left, strict=True))
 
     def step_ended(self, state: State) -> None:
         """Remember how the step left them; gradients that do not exist any more count as cleared."""
         self._left = self._own(state)
-        self._stepped = True
+        self._stepped, self._reached, self.left = True, False, None
         self._cleared = all(version < 0 for _, version in self._left)
 
     def _own(self, state: State) -> State:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.compiled import eager_modules
+from gpt_guard.hooks.copies import Uncopiable
 from gpt_guard.hooks.outputs import EntryNote, Hook, InPlaceInput, OutputTest, ReturnNote
 from gpt_guard.hooks.weigh import Scales, WeighInputs, WeighOutputs
 
@@ -97,6 +99,16 @@ class ForwardTap:
                 self.ignored.add(index)
                 self.unwatched.add(f"{path or 'the model itself'} (ignored as asked)")
             self._watch_module(index, module)
+        self._name_idle(patterns)
+
+    def _name_idle(self, patterns: Iterable[str]) -> None:
+        """A pattern that matches nothing is a slip of the pen, or meant for another model."""
+        paths = [path for path, _ in self._model.named_modules()]
+        for pattern in patterns:
+            if not any(fnmatchcase(path, pattern) for path in paths):
+                near = ", ".join(get_close_matches(pattern.rstrip("*").rstrip("."), paths, n=3))
+                hint = f"; near it: {near}" if near else ""
+                self.unwatched.add(f"nothing is ignored by {pattern!r}: it matches no module{hint}")
 
     def shield(self, run: Callable[..., None]) -> None:
         """Have the guard called through `run(method, *args)`, which keeps a failure of the guard out of the forward."""
@@ -117,10 +129,10 @@ class ForwardTap:
             self._post(module, WeighOutputs(self, index, module), always=True)
 
     def _pre(self, module: nn.Module, hook: Callable[..., None], *, kwargs: bool = False) -> None:
-        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=kwargs))
+        self._handles.append(Uncopiable(module.register_forward_pre_hook(hook, with_kwargs=kwargs)))
 
     def _post(self, module: nn.Module, hook: Callable[..., None], *, always: bool = False) -> None:
-        self._handles.append(module.register_forward_hook(hook, always_call=always))
+        self._handles.append(Uncopiable(module.register_forward_hook(hook, always_call=always)))
 
     def finish_setup(self) -> None:
         """Add the hook that sees the model return; last, so that its output is tested before it counts as returned."""

@@ -86,7 +86,10 @@ def running_calls() -> list[Call]:
 def _method_of(frame: FrameType) -> nn.Module | None:
     """The module that a frame runs a method of; a function that is given a module, as `train(model)`, is no method."""
     code = frame.f_code
-    first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    # Reading the variables of a frame leaves a copy of them in it, which keeps a model alive: only where it can matter.
+    if not code.co_argcount or code.co_qualname.rpartition(".")[0].rpartition(".")[2] in ("", "<locals>"):
+        return None
+    first = frame.f_locals.get(code.co_varnames[0])
     if not isinstance(first, nn.Module):
         return None
     owner = code.co_qualname.rpartition(".")[0].rpartition(".")[2]

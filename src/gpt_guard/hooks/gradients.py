@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from gpt_guard.hooks.tensors import readable
 
 _HALF = (torch.float16, torch.bfloat16)
+# Identity and version of a gradient that does not exist.
+_NONE = (0, -1)
 
 
 class GradNorms(NamedTuple):
@@ -33,6 +35,7 @@ class Gradients:
         self.names = list(parameters)
         self.parameters = list(parameters.values())
         self._mark: list[tuple[int, int]] = []
+        self._nothing = [_NONE] * len(self.parameters)
         self._ordinary = ordinary(self.parameters)
 
     def current(self) -> list[Tensor | None]:
@@ -47,11 +50,27 @@ class Gradients:
         """
         before = self._mark
         self.remember()
+        if self._mark == self._nothing:
+            return True
         return all(old != new for old, new in zip(before, self._mark, strict=False) if new[1] >= 0)
 
     def remember(self) -> None:
         """Remember the state of all gradients as it is now."""
         self._mark = _state(self.parameters)
+
+    def now(self) -> list[tuple[int, int]]:
+        """Identity and version of each gradient now; remembers nothing."""
+        return _state(self.parameters)
+
+    def largest(self, names: Iterable[str], *, immediate: bool) -> Tensor | float | None:
+        """The largest norm among the gradients of these parameters, as it is; None if none of them has one."""
+        wanted = set(names)
+        held, norms = self.measure(None, immediate=immediate)
+        places = [place for place, name in enumerate(held) if name in wanted]
+        if not places:
+            return None
+        found: Tensor | float = max(norms[place] for place in places) if immediate else norms[places].max()
+        return found
 
     @property
     def state(self) -> list[tuple[int, int]]:
@@ -83,16 +102,17 @@ class Gradients:
         if not grads:
             return GradNorms([], [])
         names = self.names if len(grads) == len(self.names) else self._held()
-        found = self._ordinary_norms(grads)
-        if found is None:
-            plain = {name: each for name, grad in zip(names, grads, strict=True) if (each := _plain(grad)) is not None}
-            names, found = list(plain), fused_norms(list(plain.values())) if plain else ()
-        if immediate and unit is None:
+        parts = self._ordinary_norms(grads)
+        if parts is not None and immediate and unit is None:
             # Where reading is free, one number after the other costs less than joining them first.
-            return GradNorms(names, [norm.item() for norm in found] if isinstance(found, tuple) else found.tolist())
-        norms = torch.stack(found) if isinstance(found, tuple) and found else found
-        if isinstance(norms, tuple):
-            return GradNorms(names, [])
+            return GradNorms(names, [part.item() for part in parts])
+        if parts is not None:
+            norms = torch.stack(parts)
+        else:
+            plain = {name: each for name, grad in zip(names, grads, strict=True) if (each := _plain(grad)) is not None}
+            if not plain:
+                return GradNorms([], [])
+            names, norms = list(plain), fused_norms(list(plain.values()))
         norms = norms if unit is None else norms / unit
         return GradNorms(names, norms.tolist() if immediate else norms)
 
@@ -126,7 +146,7 @@ def ordinary(parameters: Sequence[Tensor]) -> bool:
 
 def _state(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:
     grads = [parameter.grad for parameter in parameters]
-    return [(0, -1) if grad is None else (id(grad), grad._version) for grad in grads]
+    return [_NONE if grad is None else (id(grad), grad._version) for grad in grads]
 
 
 def _plain(grad: Tensor) -> Tensor | None:

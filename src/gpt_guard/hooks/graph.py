@@ -126,6 +126,12 @@ def _spread(node: Any) -> Operation | None:
     return Operation("std", f"std over a single element, {lost} times", "zero_std") if lost else None
 
 
+def _mean(node: Any) -> Operation | None:
+    if getattr(node, "_saved_self_sym_numel", None) != 0:
+        return None
+    return Operation("mean", "a mean over no elements", "log_or_div_zero")
+
+
 def _power(node: Any) -> Operation | None:
     base = _saved(node, "self")
     exponent = getattr(node, "_saved_exponent", None)
@@ -192,6 +198,7 @@ _RULES: dict[str, Callable[[Any], Operation | None]] = {
     "LogSoftmax": _softmax,
     "Std": _spread,
     "StdMean": _spread,
+    "Mean": _mean,
     "Pow": _power,
     "NllLoss": _cross_entropy,
     "NllLoss2D": _cross_entropy,

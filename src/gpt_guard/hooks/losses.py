@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -31,8 +32,10 @@ class LossScale:
 
     def __init__(self) -> None:
         self.unit: Tensor | None = None
+        self.fresh = False
         self._offered: Tensor | None = None
         self._kept: Tensor | None = None
+        self._given: list[weakref.ref[Tensor]] = []
         # Weak keys: what was scaled and never used goes as it would have gone.
         self._before = WeakTensorKeyDictionary()
 
@@ -41,13 +44,29 @@ class LossScale:
         pairs = list(zip(walk(outputs), walk(scaled), strict=False))
         for (_, before), (_, after) in pairs:
             self._before[after] = before
+            # The scaled one may be thrown away at once, and its entry with it.
+            self._given.append(weakref.ref(before))
         if pairs:
             self._offered = scaler.scale(torch.ones((), device=pairs[0][0][1].device))
 
-    def backward_begins(self) -> None:
-        """A scale that was just offered is that of this backward; otherwise it is still that of the step."""
-        self.unit = self._offered if self._offered is not None else self._kept
+    def backward_begins(self, losses: tuple[Tensor, ...] = ()) -> None:
+        """A scale that was just offered is that of this backward; otherwise it is still that of the step.
+
+        Not where backward is called on the very loss that was given to `scale()`, instead of what that returned.
+        """
+        self.fresh = self._offered is not None and not self._unscaled(losses)
+        self.unit = self._offered if self.fresh else self._kept
         self._offered = None
+
+    def _unscaled(self, losses: tuple[Tensor, ...]) -> bool:
+        given = [reference() for reference in self._given]
+        self._given.clear()
+        return bool(losses) and all(any(loss is each for each in given) for loss in losses)
+
+    @property
+    def offered(self) -> Tensor | None:
+        """The scale that waits for its backward."""
+        return self._offered
 
     def backward_ended(self, *, ours: bool) -> None:
         """Keep the scale if our gradients now carry it."""

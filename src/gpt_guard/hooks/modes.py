@@ -12,12 +12,15 @@ from gpt_guard.records import SourceLine
 
 
 class ModeLog:
-    """The last outermost `.train(mode)` calls on one model's modules; `.eval()` is `.train(False)`."""
+    """The outermost `.train(mode)` calls on one model's modules; `.eval()` is `.train(False)`.
+
+    `last` keeps the newest call on each module, by mode, the newest of all at the end.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._nested = False
-        self.last: dict[bool, tuple[str, SourceLine | None]] = {}
+        self.last: dict[bool, dict[str, SourceLine | None]] = {True: {}, False: {}}
 
     def open(self) -> None:
         """Begin to notice."""
@@ -27,16 +30,24 @@ class ModeLog:
         """Stop noticing; may run twice."""
         TRAIN.remove(self)
 
-    def who(self, *, training: bool) -> tuple[str, SourceLine | None] | None:
-        """Module path and line of the last call that set this mode, or None if nobody called since entry."""
-        return self.last.get(training)
+    def who(self, *, training: bool, of: str | None = None) -> tuple[str, SourceLine | None] | None:
+        """Path and line of the last call that set this mode, on the module `of` or one that it is in.
+
+        None if nobody called since entry; of any module where `of` is None.
+        """
+        for path, line in reversed(self.last[training].items()):
+            if of is None or path in ("", of) or of.startswith(f"{path}."):
+                return path, line
+        return None
 
     def mode_begins(self, module: nn.Module, training: bool) -> bool:
         """Note an outermost call on a module of ours; True if it is one. `.train()` calls itself on each child."""
         if self._nested or id(module) not in self._paths:
             return False
         self._nested = True
-        self.last[training] = (self._paths[id(module)], user_line())
+        path, calls = self._paths[id(module)], self.last[bool(training)]
+        calls.pop(path, None)
+        calls[path] = user_line()
         return True
 
     def mode_ended(self) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
 from gpt_guard.errors import GuardUsageError
+from gpt_guard.hooks.copies import Uncopiable, Uncopied
 
 _MOST_WRAPPERS = 8
 
@@ -32,7 +32,7 @@ class StepListener(Protocol):
         """After the optimizer has changed the parameters."""
 
 
-class _StepHook:
+class _StepHook(Uncopied):
     """A hook that a copied or pickled optimizer does not take along."""
 
     def __init__(self, act: Callable[[Any, Any], Any]) -> None:
@@ -40,10 +40,6 @@ class _StepHook:
 
     def __call__(self, _optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._act(args, kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Of the standard library, so that a pickle can be read where gpt_guard is not installed: it does nothing.
-        return (getattr, (nullcontext, "__exit__"))
 
 
 def unwrap(optimizers: Optimizer | Iterable[Optimizer] | None) -> tuple[Optimizer, ...]:
@@ -75,6 +71,11 @@ def innermost(optimizer: Any) -> Any:
 
 def _plain(optimizer: Any) -> Optimizer:
     inner = innermost(optimizer)
+    if not isinstance(optimizer, Optimizer) and _schedules(optimizer):
+        raise GuardUsageError(
+            f"optimizer is a {type(optimizer).__name__}, which is a learning-rate scheduler. Give the optimizer it "
+            f"drives, and the scheduler by its own name: Guardian(model, optimizer, scheduler=...)."
+        )
     if not isinstance(inner, Optimizer):
         raise GuardUsageError(
             f"optimizer is a {type(optimizer).__name__}, which is not a torch.optim.Optimizer and holds none in "
@@ -82,6 +83,11 @@ def _plain(optimizer: Any) -> Optimizer:
             f"for evaluation only."
         )
     return inner
+
+
+def _schedules(thing: Any) -> bool:
+    """Whether this holds an optimizer only to set its lr; a wrapper that steps one keeps none of these."""
+    return any(hasattr(thing, name) for name in ("get_last_lr", "base_lrs", "last_epoch", "step_update"))
 
 
 class StepHooks:
@@ -92,8 +98,8 @@ class StepHooks:
         try:
             for index, optimizer in enumerate(optimizers):
                 begins, ended = _begins(listener, index), _ended(listener, index)
-                self._handles.append(optimizer.register_step_pre_hook(_StepHook(begins)))
-                self._handles.append(optimizer.register_step_post_hook(_StepHook(ended)))
+                self._handles.append(Uncopiable(optimizer.register_step_pre_hook(_StepHook(begins))))
+                self._handles.append(Uncopiable(optimizer.register_step_post_hook(_StepHook(ended))))
         except BaseException:
             self.close()
             raise

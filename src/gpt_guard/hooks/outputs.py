@@ -5,12 +5,14 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._C import _is_tracing
+from torch.compiler import is_compiling
 
+from gpt_guard.hooks.copies import Uncopied
 from gpt_guard.hooks.tensors import kind_of, readable, total, version_of, walk, watchable
 
 _FAST_KINDS = (torch.float32, torch.float64)
@@ -36,8 +38,8 @@ class Tap(Protocol):
         """The module with untested outputs that returned this very tensor."""
 
 
-class Hook:
-    """A module hook that acts for its own module only: a copied or pickled model takes along one that does nothing."""
+class Hook(Uncopied):
+    """A module hook that acts for its own module only."""
 
     def __init__(self, tap: Tap, index: int, module: nn.Module) -> None:
         self.tap = tap
@@ -45,12 +47,8 @@ class Hook:
         self._module = module
 
     def active(self, module: nn.Module) -> bool:
-        """Whether to act: for its own module, not during a backward, not while torch.compile traces."""
-        return not self.tap.paused and module is self._module and not torch.compiler.is_compiling()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Of the standard library, so that a pickle can be read where gpt_guard is not installed: it does nothing.
-        return (getattr, (nullcontext, "__exit__"))
+        """Whether to act: for its own module, not during a backward, not while a compiler or torch.jit.trace traces."""
+        return not self.tap.paused and module is self._module and not is_compiling() and not _is_tracing()
 
 
 class EntryNote(Hook):
@@ -85,7 +83,7 @@ class OutputTest(Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         # `active` written out: a call less on every module.
         tap = self.tap
-        if tap.paused or module is not self._module or torch.compiler.is_compiling():
+        if tap.paused or module is not self._module or is_compiling() or _is_tracing():
             return
         tap.order.append(self.index)
         if type(output) is Tensor and output.dtype in _FAST_KINDS and output.layout is torch.strided:

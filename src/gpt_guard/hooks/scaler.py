@@ -7,6 +7,7 @@ optimizer itself do not fire on them.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,9 @@ class ScalerListener(Protocol):
 
     def scaler_steps(self, optimizer: Any) -> None:
         """`scaler.step(optimizer)` begins."""
+
+    def scaler_unscales(self, optimizer: Any) -> None:
+        """`scaler.unscale_(optimizer)` was called by the loop itself."""
 
     def scaler_stepped(self, optimizer: Any) -> None:
         """`scaler.step(optimizer)` returned, with or without a step."""
@@ -74,8 +78,19 @@ def _around_step(
     return result
 
 
+def _around_unscale(
+    original: Any, listeners: tuple[ScalerListener, ...], scaler: GradScaler, optimizer: Optimizer
+) -> Any:
+    # `step()` calls it too, inside: only that of the loop is an event.
+    if not _LOCAL.inside and scaler.is_enabled():
+        for listener in listeners:
+            listener.scaler_unscales(optimizer)
+    return original(scaler, optimizer)
+
+
 SCALE = Patch(GradScaler, "scale", _around_scale)
 SCALER_STEP = Patch(GradScaler, "step", _around_step)
+UNSCALE = Patch(GradScaler, "unscale_", _around_unscale)
 
 
 def checked_scaler(scaler: Any) -> Any:
@@ -92,11 +107,13 @@ def checked_scaler(scaler: Any) -> Any:
 def patches(scaler: Any) -> tuple[Patch, ...]:
     """What to patch to notice all scalers: torch's class, and the class of `scaler` if it has methods of its own."""
     own = type(scaler)
-    if scaler is None or (own.scale is GradScaler.scale and own.step is GradScaler.step):
-        return (SCALE, SCALER_STEP)
+    usual = (SCALE, SCALER_STEP, UNSCALE)
+    if scaler is None or all(getattr(own, name, None) is getattr(GradScaler, name) for name in _AROUND):
+        return usual
     if own not in _OWN:
-        _OWN[own] = (Patch(own, "scale", _around_scale), Patch(own, "step", _around_step))
-    return (SCALE, SCALER_STEP, *_OWN[own])
+        _OWN[own] = tuple(Patch(own, name, around) for name, around in _AROUND.items() if hasattr(own, name))
+    return (*usual, *_OWN[own])
 
 
-_OWN: dict[type, tuple[Patch, Patch]] = {}
+_AROUND: dict[str, Callable[..., Any]] = {"scale": _around_scale, "step": _around_step, "unscale_": _around_unscale}
+_OWN: dict[type, tuple[Patch, ...]] = {}

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from gpt_guard.hooks.gradients import fused_norms, ordinary
-from gpt_guard.hooks.scratch import Scratch
 from gpt_guard.hooks.tensors import describe, looks_bad, readable, version_of, watchable
 from gpt_guard.records import TensorStats
 
@@ -25,12 +24,16 @@ class _Kept(NamedTuple):
 class StateWatch:
     """The model's state: `norms` measures it on the device, `turned_bad` confirms exactly what the norms suggest.
 
-    What is non-finite at the start (`settle`) is left out from then on: masks, and minima that begin at inf.
+    What is non-finite at the start (`settle`) is left out from then on: masks, and minima that begin at inf. `masks`
+    holds the ids of what was -inf and otherwise finite then; `told` what has been spoken of since.
     """
 
     def __init__(self, model: nn.Module, *, parameters: bool, buffers: bool) -> None:
         self.left_out: set[str] = set()
         self.at_start: frozenset[str] = frozenset()
+        self.masks: frozenset[int] = frozenset()
+        self.told: set[str] = set()
+        self._shapes: dict[str, torch.Size] = {}
         self._parameters: dict[str, Tensor] = dict(model.named_parameters()) if parameters else {}
         # The owner's dict and key instead of the tensor: a forward may put a new tensor into a buffer.
         self._buffers: dict[str, tuple[dict[str, Tensor | None], str]] = {}
@@ -45,22 +48,53 @@ class StateWatch:
         self._after: list[int] = []
         self._after_last: list[int] = []
         self._before: list[int] = []
+        # What `_before` was at the step last noted: it is judged when the next one has begun, where reading waits.
+        self._judged: list[int] = []
         self._kept = _Kept(-1, [], [], False)
-        self._small = True
-        self._scratch: Scratch | None = None
 
     def settle(self) -> dict[str, TensorStats]:
         """Describe what is non-finite now and leave it out from now on. Reads the device once per tensor."""
-        found = {name: describe(tensor) for name, tensor in self._tensors().items()}
+        tensors = self._tensors()
+        found = {name: describe(tensor) for name, tensor in tensors.items()}
         bad = {name: stats for name, stats in found.items() if stats is not None}
         self.left_out |= set(bad)
         self.at_start = frozenset(bad)
+        self.masks = frozenset(id(tensors[name]) for name, stats in bad.items() if stats.only_neg_inf)
+        self._shapes = {name: tensor.shape for name, tensor in tensors.items() if name in self._buffers}
         self.note_after()
         return bad
 
     def ignore(self, name: str) -> None:
         """Leave a parameter or buffer out that has been spoken of already."""
         self.left_out.add(name)
+        self.told.add(name)
+
+    def settled_late(self) -> dict[str, TensorStats]:
+        """Parameters that were bad at the start: watch those that are finite by now, describe those that are not."""
+        bad: dict[str, TensorStats] = {}
+        for name in [name for name in self._parameters if name in self.at_start]:
+            stats = describe(self._parameters[name])
+            if stats is None:
+                self._watch_again({name})
+                self.at_start -= {name}
+            elif not stats.only_neg_inf:
+                bad[name] = stats
+        return bad
+
+    def recover(self) -> None:
+        """Watch again what was spoken of and is finite by now: a checkpoint was loaded. Reads one tensor if it is not.
+
+        For runs that go on after a finding; nothing is read before there is one.
+        """
+        names = [name for name in self._parameters if name in self.told]
+        if names and describe(self._parameters[names[0]]) is None:
+            finite = {name for name in names if describe(self._parameters[name]) is None}
+            self.told -= finite
+            self._watch_again(finite)
+
+    def _watch_again(self, names: set[str]) -> None:
+        self.left_out -= names
+        self._kept = _Kept(-1, [], [], False)
 
     def watches(self, name: str) -> bool:
         """Whether a parameter or buffer was finite when it was last measured."""
@@ -72,37 +106,12 @@ class StateWatch:
         found |= {name: tensor for name in self._buffers if (tensor := self._buffer(name)) is not None}
         return found
 
-    def finite(self) -> bool:
-        """True if everything watched is finite, by one sum over all of it; False if `norms` must tell. Reads.
-
-        Only for a small model on the CPU, where norms of many tensors cost a call for each.
-        """
-        if not self._small:
-            return False
-        values = self._now_kept().tensors
-        if self._buffers:
-            values = values + [t for name in self._buffers if (t := self._buffer(name)) is not None]
-        scratch = self._scratch
-        if scratch is None or len(scratch) != len(values):
-            if not Scratch.holds(values):
-                self._small = False
-                return False
-            scratch = self._scratch = Scratch(values)
-        try:
-            total = scratch.total(values)
-        except RuntimeError:
-            # A tensor has another shape by now.
-            self._scratch = None
-            return False
-        return total - total == 0.0
-
     def _now_kept(self) -> _Kept:
         """The parameters that are not left out, and facts about them."""
         if self._kept.left_out != len(self.left_out):
             kept = {name: tensor for name, tensor in self._parameters.items() if name not in self.left_out}
             values = list(kept.values())
             self._kept = _Kept(len(self.left_out), list(kept), values, ordinary(values) and all(map(_is_plain, values)))
-            self._scratch = None
         return self._kept
 
     def _buffer(self, name: str) -> Tensor | None:
@@ -112,11 +121,22 @@ class StateWatch:
 
     def norms(self) -> Tensor | None:
         """One norm per watched tensor, on the device; None if there is nothing to watch."""
+        found = self._norms()
+        return torch.stack(found) if isinstance(found, tuple) else found
+
+    def read(self) -> list[float]:
+        """The same where reading is free: one number after the other costs less there than joining them first."""
+        found = self._norms()
+        if found is None:
+            return []
+        return [norm.item() for norm in found] if isinstance(found, tuple) else found.tolist()
+
+    def _norms(self) -> Tensor | tuple[Tensor, ...] | None:
         kept = self._now_kept()
         if kept.alike and not self._buffers:
             self._measured = kept.names
             with torch.no_grad():
-                return torch.stack(torch._foreach_norm(kept.tensors, 2.0))
+                return torch._foreach_norm(kept.tensors, 2.0)
         values: list[Tensor] = []
         self._measured = []
         for name, tensor in self._tensors().items():
@@ -130,16 +150,31 @@ class StateWatch:
         return fused_norms(values) if values else None
 
     def turned_bad(self, norms: list[float]) -> dict[str, TensorStats]:
-        """Which tensors are non-finite, given the norms the host has read; masks (-inf alone) are not."""
-        if all(norm - norm == 0.0 for norm in norms):
+        """Which tensors are non-finite, given the norms the host has read; a buffer that became a mask is not."""
+        # A NaN or an infinity survives the sum; x - x is 0 for any other number.
+        total = sum(norms)
+        if total - total == 0.0:
             return {}
         tensors, bad = self._tensors(), {}
         for name, norm in zip(self._measured, norms, strict=True):
             if norm - norm != 0.0 and name in tensors and (stats := describe(tensors[name])) is not None:
                 self.left_out.add(name)
-                if not stats.only_neg_inf:
+                if not (stats.only_neg_inf and self._may_be_mask(name, stats)):
+                    self.told.add(name)
                     bad[name] = stats
         return bad
+
+    def _may_be_mask(self, name: str, stats: TensorStats) -> bool:
+        """Whether -inf may stand there on purpose, as it never does in what is trained or in running statistics.
+
+        A mask holds 0 beside it; tables with a mask in them (ALiBi) are built anew, in another shape, as they grow.
+        """
+        if name in self._parameters:
+            return not self._parameters[name].requires_grad and _mask_like(stats)
+        owner, key = self._buffers[name]
+        if key.startswith("running_") and "num_batches_tracked" in owner:
+            return False
+        return _mask_like(stats) or self._shapes.get(name) != stats.shape
 
     def note_before(self) -> None:
         """Note the versions of the parameters just before a step; host work only."""
@@ -147,7 +182,7 @@ class StateWatch:
 
     def note_after(self) -> None:
         """Note the versions of the parameters just after a step; host work only."""
-        self._after_last, self._after = self._after, self._versions()
+        self._after_last, self._after, self._judged = self._after, self._versions(), self._before
 
     def _versions(self) -> list[int]:
         try:
@@ -158,7 +193,7 @@ class StateWatch:
     def written_between(self, name: str) -> bool:
         """Whether something wrote to a parameter between the last two steps, outside of both."""
         place = self._places.get(name)
-        return place is not None and self._before[place : place + 1] != self._after_last[place : place + 1]
+        return place is not None and self._judged[place : place + 1] != self._after_last[place : place + 1]
 
     def buffer_versions(self) -> dict[int, int]:
         """Identity and version of each float buffer now: a forward that writes to one changes either."""
@@ -175,28 +210,42 @@ class BadState(NamedTuple):
     is_parameter: bool
 
 
-def bad_state(module: nn.Module, path: str, untouched: dict[int, int]) -> BadState | None:
-    """The first parameter or buffer in a module that holds NaN or +inf; -inf alone is a mask.
+def bad_state(
+    module: nn.Module, path: str, untouched: dict[int, int], masks: frozenset[int] = frozenset()
+) -> BadState | None:
+    """The first parameter or buffer in a module that holds NaN or +inf.
 
+    -inf alone is a mask, except in running statistics and in trainable parameters that were none at the start (`masks`:
+    the ids of those that were).
     A buffer counts only if this forward has not written to it (`untouched`: the versions when it began): running
     statistics and caches take in what went wrong elsewhere. Statistics that BatchNorm updates are not read while it
     trains. Reads every tensor exactly: only after a failure.
     """
     for name, parameter in module.named_parameters(prefix=path):
-        if (stats := looks_bad(parameter)) is not None:
-            return BadState(name, parameter, stats, True)
+        stats = describe(parameter)
+        if stats is None or (stats.only_neg_inf and (id(parameter) in masks or not parameter.requires_grad)):
+            continue
+        return BadState(name, parameter, stats, True)
     for inner, owner in module.named_modules(prefix=path):
         for key, buffer in owner._buffers.items():
             if buffer is None or _updates(owner, key) or untouched.get(id(buffer)) != version_of(buffer):
                 continue
-            if (stats := looks_bad(buffer)) is not None:
+            stats = describe(buffer) if _is_statistics(owner, key) else looks_bad(buffer)
+            if stats is not None:
                 return BadState(f"{inner}.{key}" if inner else key, buffer, stats, False)
     return None
 
 
+def _is_statistics(owner: nn.Module, key: str) -> bool:
+    return isinstance(owner, nn.modules.batchnorm._NormBase) and key.startswith("running_")
+
+
 def _updates(owner: nn.Module, key: str) -> bool:
-    statistics = isinstance(owner, nn.modules.batchnorm._NormBase) and key.startswith("running_")
-    return statistics and owner.training
+    return _is_statistics(owner, key) and owner.training
+
+
+def _mask_like(stats: TensorStats) -> bool:
+    return not stats.finite_min and not stats.finite_max
 
 
 def _is_plain(tensor: Tensor) -> bool:

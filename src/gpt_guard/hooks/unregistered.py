@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
+from gpt_guard.hooks.reach import leaves as leaves_of
+
 # What nn.Module itself keeps in its __dict__: registered tensors and modules, and hooks.
 _REGISTRIES = frozenset(vars(nn.Module()))
 _MOST_ITEMS = 1000
 _MAX_DEPTH = 4
+_MOST_OBJECTS = 10_000
 
 
 @dataclass
 class Hidden:
-    """One attribute that hides trainable tensors: `path` of its module, its name and kind, and what is in it."""
+    """One attribute that hides trainable tensors: `path` of its module, its name and kind, and what is in it.
+
+    `indirect` where an object that is no module or container holds them, as a helper or a trainer does.
+    """
 
     path: str
     module_class: str
     attribute: str
     kind: str
     tensors: list[Tensor] = field(default_factory=list)
+    indirect: bool = False
 
     @property
     def name(self) -> str:
@@ -32,20 +39,40 @@ class Hidden:
     @property
     def shapes(self) -> str:
         """The shapes, the first few of them, e.g. `16x16, 16`."""
-        shown = ["x".join(str(length) for length in tensor.shape) or "scalar" for tensor in self.tensors[:6]]
-        return ", ".join(shown) + (", ..." if len(self.tensors) > 6 else "")
+        return shapes_of(self.tensors)
 
 
-def find_hidden(model: nn.Module, leaves: Sequence[Tensor]) -> list[Hidden]:
-    """The attributes of the model's modules that hold any of these tensors; each tensor is found once."""
+def shapes_of(tensors: Sequence[Tensor]) -> str:
+    """The shapes of tensors, the first few of them, e.g. `16x16, 16`."""
+    shown = ["x".join(str(length) for length in tensor.shape) or "scalar" for tensor in tensors[:6]]
+    return ", ".join(shown) + (", ..." if len(tensors) > 6 else "")
+
+
+def find_hidden(model: nn.Module, leaves: Sequence[Tensor], *, deep: bool = False) -> list[Hidden]:
+    """The attributes of the model's modules that hold any of these tensors; each tensor is found once.
+
+    With `deep`, what no container or module in an attribute holds is looked for in other objects, and behind tensors
+    that were computed from it: there, an nn.Parameter only. A trainer may be such an object, and hold what another
+    optimizer trains: ask for it where that can be told apart.
+    """
     wanted = {id(leaf): leaf for leaf in leaves}
+    found = _search(model, wanted, _trainable)
+    wanted = {key: leaf for key, leaf in wanted.items() if deep and isinstance(leaf, nn.Parameter)}
+    seen: set[int] = set()
+    for hidden in _search(model, wanted, lambda value: _within(value, seen)) if wanted else ():
+        hidden.indirect = "computed" not in hidden.kind
+        found.append(hidden)
+    return found
+
+
+def _search(model: nn.Module, wanted: dict[int, Tensor], look: Callable[[Any], Iterator[Tensor]]) -> list[Hidden]:
     found = []
     for path, module in model.named_modules():
         for attribute, value in vars(module).items():
             if attribute in _REGISTRIES or not wanted:
                 continue
             hidden = Hidden(path, type(module).__name__, attribute, _kind(value))
-            for tensor in _trainable(value):
+            for tensor in look(value):
                 if wanted.pop(id(tensor), None) is not None:
                     hidden.tensors.append(tensor)
             if hidden.tensors:
@@ -71,14 +98,43 @@ def _trainable(value: Any, depth: int = 0) -> Iterator[Tensor]:
                 yield from _trainable(item, depth + 1)
 
 
+def _within(value: Any, seen: set[int], depth: int = 0) -> Iterator[Tensor]:
+    """Trainable tensors in the attributes of any object, and the leaves that a tensor was computed from."""
+    if isinstance(value, (str, bytes, int, float, type)) or id(value) in seen or len(seen) > _MOST_OBJECTS:
+        return
+    if isinstance(value, Tensor):
+        # A cached result of a forward hangs on the model as a whole; a scaled Parameter on one leaf.
+        behind = leaves_of(value) if value.grad_fn is not None else []
+        yield from behind if len(behind) == 1 else ()
+        return
+    seen.add(id(value))
+    if isinstance(value, nn.Module):
+        yield from _trainable(value)
+        return
+    if isinstance(value, (list, tuple, set, Mapping)):
+        inner = list(value.values() if isinstance(value, Mapping) else value)[:_MOST_ITEMS]
+    elif type(value).__module__.partition(".")[0] in ("torch", "builtins"):
+        # An optimizer holds what it trains, and that is no hiding place.
+        return
+    else:
+        inner = list(getattr(value, "__dict__", {}).values())
+    for item in inner if depth < _MAX_DEPTH else ():
+        if isinstance(item, Tensor) and item.grad_fn is None:
+            yield from _trainable(item)
+        else:
+            yield from _within(item, seen, depth + 1)
+
+
 def _kind(value: Any) -> str:
     """What the attribute is, e.g. `list of 2 Linear`."""
+    if isinstance(value, Tensor) and value.grad_fn is not None:
+        return "a tensor computed from an nn.Parameter"
     if isinstance(value, Tensor):
         return "a plain tensor" if not isinstance(value, nn.Parameter) else "a Parameter set past nn.Module"
     if isinstance(value, nn.Module):
         return f"a {type(value).__name__} set past nn.Module"
     if not isinstance(value, (list, tuple, set, Mapping)):
-        return type(value).__name__
+        return f"a {type(value).__name__} object"
     items = list(value.values() if isinstance(value, Mapping) else value)
     kinds = {f"{'nn.' if type(item).__module__.startswith('torch.nn.') else ''}{type(item).__name__}" for item in items}
     return f"a {type(value).__name__} of {len(items)} {kinds.pop() if len(kinds) == 1 else 'items'}"

@@ -21,7 +21,8 @@ class Watch:
 
     `step` counts optimizer steps from 0 and names the one being prepared; `micro_batch` counts the backward calls for
     it. `immediate` tells whether reading a value is free here (CPU); otherwise values go through `ledger`. `grad_norms`
-    are those of the last backward that reached the model. `scaling` is True while a GradScaler's scale is on the
+    are those of the last backward that reached the model. `evaluating` is True inside of `guardian.evaluating()`,
+    `evaluation` in every forward without gradients. `scaling` is True while a GradScaler's scale is on the
     gradients, `closure` while a step evaluates a closure. A shared parameter appears once, under its first name.
     """
 
@@ -48,6 +49,7 @@ class Watch:
         self.step = 0
         self.micro_batch = 0
         self.evaluation = False
+        self.evaluating = False
         self.scaling = False
         self.closure = False
         self.grad_norms: GradNorms | None = None

@@ -1,0 +1,148 @@
+"""Hooks that no copy takes along: no deep copy, no pickle and no TorchScript module that is made inside a Guardian.
+
+A copy is made of the dictionaries that hold the hooks. While a hook of ours is in one of them, `copyreg` is told how
+to take these dictionaries apart without it; they themselves stay as they are, and so does every other dictionary.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpt_guard.hooks.patches import Patch
+
+_LOCK = threading.RLock()
+_Held = OrderedDict[int, Any]
+# Known to copyreg as functions that take a class's instances apart; a class may have one already.
+_REDUCERS: dict[type, Callable[[Any], Any]] = copyreg.dispatch_table
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+class Uncopied:
+    """Base class of hooks, for copies that are made of a hook itself: what comes out does nothing."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Of the standard library, so that a pickle can be read where gpt_guard is not installed.
+        return (getattr, (nullcontext, "__exit__"))
+
+
+class _Ours:
+    """Which keys of which dictionaries are ours; weakly, and by identity."""
+
+    def __init__(self) -> None:
+        self._keys: dict[int, tuple[weakref.ref[_Held], set[int]]] = {}
+        self._earlier: Callable[[Any], Any] | None = None
+
+    def add(self, held: _Held, key: int) -> None:
+        with _LOCK:
+            if not self._keys:
+                self._install()
+            if self._find(held) is None:
+                self._keys[id(held)] = (weakref.ref(held), set())
+            self._keys[id(held)][1].add(key)
+
+    def remove(self, held: int, key: int) -> None:
+        with _LOCK:
+            _, keys = self._keys.get(held, (None, set()))
+            keys.discard(key)
+            if not keys and self._keys.pop(held, None) is not None and not self._keys:
+                self._uninstall()
+
+    def _find(self, held: Any) -> set[int] | None:
+        # A dictionary that has died leaves its id to others.
+        entry = self._keys.get(id(held))
+        return entry[1] if entry is not None and entry[0]() is held else None
+
+    def without(self, held: _Held) -> _Held:
+        """The dictionary itself if nothing in it is ours, or a copy without what is ours."""
+        keys = self._find(held)
+        if not keys:
+            return held
+        shown = OrderedDict((key, value) for key, value in held.items() if key not in keys)
+        vars(shown).update(vars(held))
+        return shown
+
+    def _install(self) -> None:
+        self._earlier = _REDUCERS.get(OrderedDict)
+        _REDUCERS[OrderedDict] = self.reduce
+        for patch in _SCRIPTING:
+            patch.add(self)
+
+    def _uninstall(self) -> None:
+        for patch in _SCRIPTING:
+            patch.remove(self)
+        # Somebody else's on top of ours stays, and ours only passes through.
+        if _REDUCERS.get(OrderedDict) == self.reduce:
+            if self._earlier is None:
+                del _REDUCERS[OrderedDict]
+            else:
+                _REDUCERS[OrderedDict] = self._earlier
+
+    def reduce(self, held: Any) -> Any:
+        """How `copy` and `pickle` take an OrderedDict apart: as ever, without what is ours."""
+        shown = self.without(held)
+        return shown.__reduce__() if self._earlier is None else self._earlier(shown)
+
+
+class Uncopiable:
+    """The handle of a hook that copies leave out while it is in place."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self._held: list[int] = []
+        for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
+            held = reference()
+            if held is not None:
+                self._held.append(id(held))
+                _OURS.add(held, handle.id)
+
+    def remove(self) -> None:
+        """Take the hook away; may run twice."""
+        self._handle.remove()
+        while self._held:
+            _OURS.remove(self._held.pop(), self._handle.id)
+
+
+def _without_ours(original: Callable[..., Any], _: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with _hidden(module):
+        return original(module, *args, **kwargs)
+
+
+@contextmanager
+def _hidden(model: nn.Module) -> Iterator[None]:
+    """Our hooks out of the dictionaries of all modules for a while: TorchScript would compile each hook it finds."""
+    before: list[tuple[_Held, _Held]] = []
+    for module in model.modules():
+        for held in (getattr(module, name) for name in _HOOKS):
+            shown = _OURS.without(held)
+            if shown is not held:
+                before.append((held, held.copy()))
+                _refill(held, shown)
+    try:
+        yield
+    finally:
+        for held, all_of_them in before:
+            _refill(held, all_of_them)
+
+
+def _refill(held: _Held, entries: _Held) -> None:
+    held.clear()
+    held.update(entries)
+
+
+def _scripting() -> tuple[Patch, ...]:
+    # Where scripting and tracing both turn a module into TorchScript; a torch without it has nothing to hide from.
+    place = getattr(torch.jit, "_recursive", None)
+    return (Patch(place, "create_script_module", _without_ours),) if hasattr(place, "create_script_module") else ()
+
+
+_SCRIPTING = _scripting()
+_OURS = _Ours()

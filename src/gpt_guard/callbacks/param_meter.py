@@ -30,16 +30,14 @@ class Measured:
 class Meter:
     """Takes samples before and after each step, and exact copies of suspects in the step after somebody asked.
 
-    `size` is the number of elements per tensor, None for all; `every` the steps from one measured step to the next
-    once the first `dense` steps are over. A suspicion is settled in the very next step.
+    `size` is the number of elements per tensor, None for all; `every` the steps from one measured step to the next.
     """
 
-    def __init__(self, watch: Watch, size: int | None, every: int, dense: int) -> None:
+    def __init__(self, watch: Watch, size: int | None, every: int) -> None:
         self.plans: dict[int, Plan] = {}
         self._watch = watch
         self._size = size
         self._every = every
-        self._dense_until = watch.step + dense
         self._wanted: dict[int, list[str]] = {}
         self._measuring: Plan | None = None
         self._confirming: Confirmation | None = None
@@ -54,9 +52,9 @@ class Meter:
         """Remember the values before a step."""
         watch = self._watch
         self._measuring = self._confirming = None
-        index = watch.index_of(optimizer)
-        if watch.step >= self._dense_until and watch.step % self._every and index not in self._wanted:
+        if watch.step % self._every:
             return
+        index = watch.index_of(optimizer)
         plan = self.plans.get(index)
         if plan is None or plan.outdated(optimizer):
             plan = self.plans[index] = Plan(watch, index, self._size)

@@ -328,3 +328,21 @@ def test_a_compiled_model_is_told_at_the_third_step() -> None:
 def test_a_model_that_is_called_is_quiet() -> None:
     run = Run()
     assert run.watch(lambda: run.steps(10)) == []
+
+
+def test_gradients_put_in_place_by_hand_need_no_forward() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = SGD(model.parameters(), lr=0.5)
+    with Guardian(model, optimizer, summary=False, sinks=[]) as guardian:
+        for _ in range(6):
+            worker = nn.Linear(3, 1)
+            worker.load_state_dict(model.state_dict())
+            inner = SGD(worker.parameters(), lr=0.1)
+            for _ in range(3):
+                inner.zero_grad()
+                worker(torch.randn(8, 3)).square().mean().backward()
+                inner.step()
+            for parameter, moved in zip(model.parameters(), worker.parameters(), strict=True):
+                parameter.grad = parameter.detach() - moved.detach()
+            optimizer.step()
+    assert [(finding.code, finding.severity) for finding in guardian.findings] == [("GG902", Severity.INFO)]

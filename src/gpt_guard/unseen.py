@@ -182,14 +182,21 @@ class Unseen:
 
     def _tell_uncalled(self, moment: Moment) -> None:
         steps = self._progress.step - self._first_step + self._progress.skipped
+        by_hand = steps and self._gradients_by_hand()
+        how = " Its gradients are put in place by hand, so none is expected." if by_hand else ""
         self._watch.submit(
             finding(
                 "GG902",
                 f"No forward of the model ({type(self._watch.model).__name__}) was seen in {steps} steps and "
-                f"{self.backwards} backward calls: its outputs are not watched.",
+                f"{self.backwards} backward calls: its outputs are not watched.{how}",
+                severity=Severity.INFO if by_hand else Severity.WARNING,
                 moment=moment,
             )
         )
+
+    def _gradients_by_hand(self) -> bool:
+        """Whether parameters of the model have gradients although no backward reached it (Reptile, federated means)."""
+        return not self.backwards and any(parameter.grad is not None for parameter in self._watch.parameters.values())
 
     def _tell_no_step(self) -> None:
         if self._told_steps:

@@ -3,41 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from gpt_guard.checks.report import PreflightReport
-from gpt_guard.checks.run import check
-from gpt_guard.records import CheckResult
-from mini_gpt import MiniGPT, MiniGPTConfig
+from mini_gpt import MiniGPT
 
-V, T, C = 11, 6, 8
-CONFIG = MiniGPTConfig(V, block_size=T, embedding_dim=C, num_heads=2, dropout=0.1)
-
-
-def mini(**changes: Any) -> MiniGPT:
-    return MiniGPT(replace(CONFIG, **changes))
-
-
-def batch() -> tuple[Tensor, Tensor]:
-    rows = torch.randint(V, (3, T + 1))
-    return rows[:, :-1], rows[:, 1:]
-
-
-def ask(model: nn.Module | None, **given: Any) -> PreflightReport:
-    return check(model, only=["checkpoint"], **{"batch": batch(), **given})
-
-
-def ask_about(build: Callable[[], nn.Module], **given: Any) -> PreflightReport:
-    return ask(build(), make_model=build, **given)
-
-
-def line(report: PreflightReport, title: str) -> CheckResult:
-    return next(result for result in report.checks if result.title == title)
+from .mini_project import ask, batch, line, mini
 
 
 class Hoarder(torch.optim.SGD):

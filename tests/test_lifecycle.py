@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as torch_module
 
 from gpt_guard.callbacks.base import Guard
@@ -21,18 +21,9 @@ from gpt_guard.guardian import Guardian
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Observation
 
+from .small_net import Net, setup, train
+
 Ref = weakref.ref[Any]
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.drop, self.last = nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 2)
-        self.register_buffer("scale", torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.last(self.drop(torch.relu(self.first(x)))) * self.scale
-        return logits
 
 
 def traces(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -61,18 +52,6 @@ def traces(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
             getattr(parameter, "_post_accumulate_grad_hooks", None),
         )
     return found
-
-
-def setup() -> tuple[Net, torch.optim.Optimizer]:
-    model = Net()
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(5, 4)).pow(2).mean().backward()
-        optimizer.step()
 
 
 class Halting(Guard):

@@ -11,9 +11,9 @@ from gpt_guard.checks.asserts import CheckFailed
 from gpt_guard.checks.base import Subject
 from gpt_guard.checks.derive import complete
 from gpt_guard.checks.perturb import probe_ids, vocabulary
-from gpt_guard.checks.preserve import preserved
 from gpt_guard.checks.reload import reload
 from gpt_guard.errors import GuardUsageError
+from gpt_guard.hooks.preserve import preserved
 
 
 def assert_checkpoint_roundtrip(

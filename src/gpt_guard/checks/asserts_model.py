@@ -11,10 +11,10 @@ from gpt_guard.checks.base import LossFunction, Stage, Subject
 from gpt_guard.checks.causality import CausalityStage
 from gpt_guard.checks.derive import complete
 from gpt_guard.checks.initial_loss import InitialLossStage
-from gpt_guard.checks.preserve import preserved
-from gpt_guard.checks.random_state import seed_all
 from gpt_guard.checks.validation import ValidationStage
 from gpt_guard.errors import GuardUsageError
+from gpt_guard.hooks.preserve import preserved
+from gpt_guard.hooks.random_state import seed_all
 from gpt_guard.records import CheckResult
 
 

@@ -18,10 +18,10 @@ from gpt_guard.checks.gradient_diagnosis import frozen_finding
 from gpt_guard.checks.gradients import GradientsStage
 from gpt_guard.checks.optimizer import OptimizerStage
 from gpt_guard.checks.overfit import learn
-from gpt_guard.checks.preserve import preserved
-from gpt_guard.checks.random_state import seed_all
 from gpt_guard.checks.seed_model import Learner, own_learner
 from gpt_guard.errors import GuardUsageError
+from gpt_guard.hooks.preserve import preserved
+from gpt_guard.hooks.random_state import seed_all
 
 
 def assert_gradients_reach_all(

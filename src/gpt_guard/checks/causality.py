@@ -16,8 +16,8 @@ from gpt_guard.checks.leak_finding import look_closer, look_into
 from gpt_guard.checks.leak_words import likely_rows
 from gpt_guard.checks.padding import change_padding
 from gpt_guard.checks.perturb import difference, precise, probe_ids, quiet, repeatable, rounding, vocabulary
-from gpt_guard.checks.preserve import preserved
 from gpt_guard.checks.special import special_id
+from gpt_guard.hooks.preserve import preserved
 from gpt_guard.records import CheckResult, Finding
 from gpt_guard.render import number
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from gpt_guard.checks.base import Subject
 from gpt_guard.checks.forward import shifts_inside
-from gpt_guard.checks.preserve import preserved
 from gpt_guard.checks.special import model_rows
 from gpt_guard.fingerprint import unwrap
+from gpt_guard.hooks.preserve import preserved
 
 VOCAB_NAMES = ("vocab_size", "n_vocab", "vocabulary_size", "num_tokens", "n_tokens", "padded_vocab_size")
 BLOCK_NAMES = (

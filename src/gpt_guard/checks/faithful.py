@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.decoding import last_logits
 from gpt_guard.checks.perturb import across_shapes, quiet
-from gpt_guard.checks.random_state import seed_all
 from gpt_guard.checks.user_generate import UserGenerate
 from gpt_guard.checks.witness import Call, Witness, witnessing
+from gpt_guard.hooks.random_state import seed_all
 from gpt_guard.records import Finding, Severity
 
 _ROUNDED = 0.05

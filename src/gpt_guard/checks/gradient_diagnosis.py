@@ -15,8 +15,8 @@ from gpt_guard.checks.backward import Pass, Task
 from gpt_guard.checks.gradient_causes import missing_findings, zero_findings
 from gpt_guard.checks.gradient_search import Search, search
 from gpt_guard.checks.nonfinite import nonfinite_finding
-from gpt_guard.checks.preserve import preserved
 from gpt_guard.fingerprint import unwrap
+from gpt_guard.hooks.preserve import preserved
 from gpt_guard.hooks.unregistered import find_hidden
 from gpt_guard.records import Finding, Severity
 from gpt_guard.render import number

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gpt_guard.checks.backward import Pass, Task, run_backward, trainable
 from gpt_guard.checks.calls import Calls
-from gpt_guard.checks.preserve import preserved
+from gpt_guard.hooks.preserve import preserved
 
 STEPS = 6
 """Each step frees one more zero-initialised factor in a row: B of LoRA, an output projection, the head before it."""

@@ -14,12 +14,12 @@ from gpt_guard.checks.base import Stage, Subject
 from gpt_guard.checks.coverage import cover, coverage_findings, rate_findings, rates, tie_text
 from gpt_guard.checks.gradient_causes import listed
 from gpt_guard.checks.gradient_diagnosis import diagnose, frozen_finding
-from gpt_guard.checks.preserve import preserved
 from gpt_guard.checks.stand_in import stand_in
 from gpt_guard.checks.step_findings import StepFindings
 from gpt_guard.checks.stepping_probe import take_steps
 from gpt_guard.fingerprint import unwrap
 from gpt_guard.hooks.optimizer import innermost
+from gpt_guard.hooks.preserve import preserved
 from gpt_guard.hooks.reach import leaves
 from gpt_guard.records import CheckResult, Finding
 from gpt_guard.render import learning_rates, number

@@ -15,9 +15,9 @@ from gpt_guard.checks.floor import floor
 from gpt_guard.checks.gradient_diagnosis import frozen_finding
 from gpt_guard.checks.memorise import Curve, memorise
 from gpt_guard.checks.overfit_verdict import Goal, goal, reached, slow, verdict
-from gpt_guard.checks.preserve import preserved
-from gpt_guard.checks.random_state import seed_all
 from gpt_guard.checks.seed_model import Learner, cut, learner
+from gpt_guard.hooks.preserve import preserved
+from gpt_guard.hooks.random_state import seed_all
 from gpt_guard.records import CheckResult, Finding
 from gpt_guard.render import number
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from gpt_guard.checks.base import Subject
 from gpt_guard.checks.forward import call
-from gpt_guard.checks.preserve import preserved
-from gpt_guard.checks.random_state import seed_all
+from gpt_guard.hooks.preserve import preserved
+from gpt_guard.hooks.random_state import seed_all
 
 ROWS = 3
 LONGEST = 64

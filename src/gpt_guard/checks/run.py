@@ -15,11 +15,11 @@ from gpt_guard.checks.batch_usable import UNUSABLE, BatchForm, unusable, without
 from gpt_guard.checks.batches import BatchesStage
 from gpt_guard.checks.derive import complete
 from gpt_guard.checks.gather import gather
-from gpt_guard.checks.preserve import preserved
 from gpt_guard.checks.raised import raised
-from gpt_guard.checks.random_state import seed_all
 from gpt_guard.checks.report import FACTS, PreflightReport
 from gpt_guard.checks.stages import select
+from gpt_guard.hooks.preserve import preserved
+from gpt_guard.hooks.random_state import seed_all
 from gpt_guard.records import CheckResult
 from gpt_guard.surroundings import surroundings
 

@@ -16,8 +16,8 @@ from gpt_guard.checks.backward import trainable
 from gpt_guard.checks.base import Subject
 from gpt_guard.checks.derive import BLOCK_NAMES
 from gpt_guard.checks.forward import call
-from gpt_guard.checks.preserve import preserved
 from gpt_guard.fingerprint import unwrap
+from gpt_guard.hooks.preserve import preserved
 
 BLOCK, WIDTH, HEADS, LAYERS, BATCH = 32, 64, 4, 2, 8
 """The seed configuration: 300 steps of it take two or three seconds on a core, and random targets are learned by heart

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.checks.preserve import preserved
 from gpt_guard.errors import GuardUsageError
+from gpt_guard.hooks.preserve import preserved
 from mini_gpt import MiniGPT, MiniGPTConfig
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gpt_guard.checks.keeping import Keeper
-from gpt_guard.checks.random_state import random_state, restore_random_state
+from gpt_guard.hooks.keeping import Keeper
+from gpt_guard.hooks.random_state import random_state, restore_random_state
 
 
 @contextmanager

@@ -102,6 +102,14 @@ def checked_start(start_step: Any) -> int:
     return steps
 
 
+def checked_inspect(steps: Any, every: Any) -> dict[str, int]:
+    """How many steps are inspected at the start, and how often later. Raises GuardUsageError."""
+    for name, count in (("inspect_steps", steps), ("inspect_every", every)):
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            _refuse(name, count, "a whole number of steps from 0 on; 0 inspects none")
+    return {"inspect_steps": steps, "inspect_every": every}
+
+
 def checked_folder(run_dir: Any) -> Path | None:
     """The folder, or None for None. Raises GuardUsageError."""
     if run_dir is None:

@@ -57,6 +57,8 @@ class Guardian:
     - `summary`: whether a table is printed at the end.
     - `reads`: "immediate" tests every output where it is made, "per_step" reads the device once just before each step;
       "auto" is immediate on the CPU, where reading costs nothing, and per step anywhere else.
+    - `inspect_steps`, `inspect_every`: the first steps after entry, and one of so many later ones (0: none), are looked
+      at harder, see `inspect_now`.
 
     Guarded steps are bit-identical to bare ones: weights, losses, optimizer and RNG state. Leaving detaches everything,
     on every way out; the same Guardian can be entered again and goes on counting. Raises GuardUsageError for a model
@@ -80,6 +82,8 @@ class Guardian:
         config: Any = None,
         summary: bool = True,
         reads: arguments.Reads = "auto",
+        inspect_steps: int = 3,
+        inspect_every: int = 0,
     ) -> None:
         optimizers = arguments.checked_optimizers(optimizer)
         self._model = weakref.ref(arguments.checked_model(model))
@@ -88,6 +92,7 @@ class Guardian:
         self._scheduler = arguments.weak(arguments.checked_scheduler(scheduler))
         self._scaler = arguments.weak(checked_scaler(scaler))
         self._reads = arguments.checked_reads(reads)
+        self._inspect = arguments.checked_inspect(inspect_steps, inspect_every)
         self._run_dir = folder = arguments.checked_folder(run_dir)
         self._belongings = arguments.checked_belongings(tokenizer, config)
         self.guards = tuple(default_guards(**self._belongings) if guards is None else arguments.checked_guards(guards))
@@ -119,6 +124,7 @@ class Guardian:
                 self._desk,
                 self._progress,
                 immediate=self._immediate(model),
+                **self._inspect,
                 scheduler=self._scheduler(),
                 scaler=self._scaler(),
                 run_dir=self._run_dir,
@@ -232,6 +238,15 @@ class Guardian:
             **(stamps[0] if stamps else self._belongings),
         }
 
+    def inspect_now(self, steps: int = 1) -> None:
+        """Look hard at the next `steps` optimizer steps, as at the first ones: they cost more, and change nothing.
+
+        Raises GuardUsageError while not watching.
+        """
+        if self._session is None:
+            raise GuardUsageError("nothing to inspect: this Guardian is not watching; enter it, or call start()")
+        self._session.watch.inspection.restart(steps)
+
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on counting and judging: plain numbers, loadable with `weights_only=True`."""
         guards = {guard.name: guard.state_dict() for guard in self.guards}
@@ -243,6 +258,8 @@ class Guardian:
         for guard in self.guards:
             if guard.name in state["guards"]:
                 guard.load_state_dict(state["guards"][guard.name])
+        if self._session is not None:
+            self._session.watch.inspection.restart()
 
     def _alive(self) -> tuple[nn.Module, list[Optimizer]]:
         model = self._model()

@@ -72,6 +72,7 @@ class Loop:
             samples, tokens = amount(watch.tap.inputs)
             self._progress.samples += samples
             self._progress.tokens += tokens
+        watch.inspection.forward_begins(evaluation=watch.evaluation)
         for listener in watch.forward_begins:
             self._roster.listen(listener)
 
@@ -81,6 +82,7 @@ class Loop:
             self._roster.listen(listener, output)
         if self._watch.evaluation:
             self._watch.tap.inputs = None
+            self._watch.inspection.evaluation_ended()
         if self._watch.evaluation and not self._watch.immediate:
             self._judge_early(self._steps.early(), evaluation=True)
 
@@ -232,6 +234,7 @@ class Loop:
         finally:
             self._end_step()
         self.unseen.step_ended()
+        self._watch.inspection.step_ended(self._progress.step)
 
     def _end_step(self) -> None:
         watch = self._watch

@@ -30,6 +30,7 @@ class Progress:
         self.metrics: dict[str, float] = {}
         self.clipped = 0
         self.finished = 0
+        self.inspected: dict[str, Any] = {}
         self.first_loss: float | None = None
         self.last_loss: float | None = None
         self.lr_min: float | None = None
@@ -71,6 +72,7 @@ class Progress:
             "grad_norm_max": self._norm_max,
             "clipped_share": self.clipped / self.finished if self.finished else None,
             "skipped_steps": self.skipped,
+            **self.inspected,
         }
 
     def state_dict(self) -> dict[str, Any]:

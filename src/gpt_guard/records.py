@@ -138,6 +138,55 @@ class Observation(Record):
         return dict(known[:count])
 
 
+class Operand(Record):
+    """One input of an operation, exact: what its values are, and what of them explains the result.
+
+    `name` is the word for its part in the operation (`input`, `divisor`, `mask`). A Python number among the inputs has
+    a `value` and no `tensor`. `facts` are figures as text, such as "3 zeros" or "2 of 8 rows are -inf throughout".
+    """
+
+    name: str
+    tensor: TensorStats | None = None
+    value: float | None = None
+    facts: tuple[str, ...] = ()
+
+
+class LikelyCause(Record):
+    """A cause that fits the evidence of one operation, the test that tells it from the others, and the way out."""
+
+    key: str
+    text: str
+    test: str
+    fix: str
+
+
+class OperationSeen(Record):
+    """The operation that made the first non-finite values: where it stands, what went in, what that points to.
+
+    `kind` is `operation`, or what was bad before any operation ran: `parameter`, `buffer`, `input` (the batch) or
+    `constant` (any other tensor); `name` is then the name of that tensor. In the phase "backward", `name` and `where`
+    are those of the forward operation whose derivative was computed. `module` is None outside of the model.
+    """
+
+    kind: Literal["operation", "parameter", "buffer", "input", "constant"] = "operation"
+    name: str
+    aten: str | None = None
+    phase: Literal["forward", "backward"] = "forward"
+    module: str | None = None
+    module_class: str | None = None
+    where: SourceLine | None = None
+    operands: tuple[Operand, ...] = ()
+    output: TensorStats | None = None
+    shows: str = Field(description="the evidence in one sentence")
+    causes: tuple[LikelyCause, ...] = ()
+    hidden: SourceLine | None = Field(default=None, description="a line that has masked the bad values away, if any")
+
+    @property
+    def cause(self) -> str | None:
+        """The key of the likeliest cause."""
+        return self.causes[0].key if self.causes else None
+
+
 class Finding(Record):
     """One thing that is wrong or worth knowing: what was seen, where, what it most likely is, what to do next.
 
@@ -170,6 +219,8 @@ class Finding(Record):
     guard: str | None = None
     last_healthy: Observation | None = None
     history: tuple[Observation, ...] = ()
+    operation: OperationSeen | None = Field(default=None, description="what a replay of the step has found")
+    replay: str | None = Field(default=None, description="whether the replay reproduced it, and if not, why")
     cause_id: str | None = Field(default=None, description="set where one module or parameter can have several causes")
 
     @property
@@ -208,6 +259,9 @@ class Report(Record):
     grad_norm_max: float | None = None
     clipped_share: float | None = None
     skipped_steps: int = 0
+    inspected_steps: int = 0
+    inspection_seconds: float = Field(default=0.0, description="time that looking hard at those steps took")
+    probes: dict[str, int] = Field(default_factory=dict, description="extra runs of the model in them, by name")
     fingerprint: dict[str, str] = Field(default_factory=dict)
     facts: dict[str, JsonValue] = Field(default_factory=dict)
     checks: tuple[CheckResult, ...] = ()

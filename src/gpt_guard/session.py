@@ -19,6 +19,7 @@ from gpt_guard.desk import Desk
 from gpt_guard.hooks import scaler as scaling
 from gpt_guard.hooks.backward import BACKWARD
 from gpt_guard.hooks.forward import ForwardTap
+from gpt_guard.hooks.inspection import Inspection
 from gpt_guard.hooks.optimizer import StepHooks
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.loop import Loop
@@ -38,11 +39,14 @@ class Session:
         progress: Progress,
         *,
         immediate: bool,
+        inspect_steps: int = 0,
+        inspect_every: int = 0,
         scheduler: Any = None,
         scaler: Any = None,
         run_dir: Path | None = None,
     ) -> None:
         self._desk = desk
+        self._progress = progress
         with ExitStack() as undo:
             tap = ForwardTap(model, immediate=immediate)
             undo.callback(tap.close)
@@ -52,13 +56,14 @@ class Session:
                 immediate=immediate,
                 tap=tap,
                 submit=desk.submit,
+                inspection=Inspection(tap, steps=inspect_steps, every=inspect_every),
                 scheduler=scheduler,
                 run_dir=run_dir,
             )
             watch.step = progress.step
             self.watch = watch
             self.roster = Roster(guards, desk.submit)
-            tap.listen = self.roster.listen
+            tap.listen = watch.inspection.run = self.roster.listen
             self.loop = Loop(watch, self.roster, desk, progress)
             self._attach(undo, guards, scaler)
             # Only now, with everything in place, does the way out belong to `close`.
@@ -78,13 +83,20 @@ class Session:
             self.roster.attach(guard, watch)
         watch.tap.shield(self.roster.listen)
         watch.tap.finish_setup()
+        undo.callback(watch.inspection.close)
+        watch.inspection.on_end(self._note_inspection)
+        watch.inspection.open(watch.step, training=bool(watch.optimizers))
 
     def blind_spots(self) -> list[str]:
         """What cannot be seen in this stretch; empty means that everything asked for is watched."""
         return self.loop.unseen.blind_spots() + self.roster.blind_spots()
 
+    def _note_inspection(self) -> None:
+        self._progress.inspected = self.watch.inspection.facts()
+
     def finish(self) -> None:
         """Complete what still waits, let the guards speak at the end, and say what was never seen."""
+        self._note_inspection()
         self.loop.finish()
         # A run that is cut short has not had its chance to be seen.
         if not self._desk.quiet:

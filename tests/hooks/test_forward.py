@@ -103,7 +103,7 @@ def test_the_input_of_an_in_place_layer_is_tested_before_it() -> None:
             return self.relu(x / 0.0)  # type: ignore[no-any-return]  # a module call is Any
 
     tap, suspects = tapped(Parent())
-    tap._model(torch.zeros(2))
+    tap.model(torch.zeros(2))
     assert suspects[0] == ("relu", "[0]", True)
     tap.close()
 
@@ -119,7 +119,7 @@ def test_a_child_s_output_that_was_written_to_since_is_tested_again() -> None:
             return y.mul_(float("nan"))
 
     tap, suspects = tapped(Parent())
-    tap._model(torch.ones(1, 2))
+    tap.model(torch.ones(1, 2))
     assert suspects == [("", "", False)]
     tap.close()
 

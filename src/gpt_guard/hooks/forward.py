@@ -49,7 +49,7 @@ class ForwardTap:
     """
 
     def __init__(self, model: nn.Module, *, immediate: bool) -> None:
-        self._model = model
+        self.model = model
         self.inside_compiled: list[str] = []
         found = list(eager_modules(model, self.inside_compiled))
         self.names = [path for path, _ in found]
@@ -77,7 +77,7 @@ class ForwardTap:
         """Notice calls of the model; before any guard adds hooks, so that a forward has begun when they run."""
         self._listener = listener
         if self.modules:
-            self._pre(self._model, _RootBegins(self, 0, self._model), kwargs=True)
+            self._pre(self.model, _RootBegins(self, 0, self.model), kwargs=True)
 
     @property
     def watching(self) -> bool:
@@ -103,7 +103,7 @@ class ForwardTap:
 
     def _name_idle(self, patterns: Iterable[str]) -> None:
         """A pattern that matches nothing is a slip of the pen, or meant for another model."""
-        paths = [path for path, _ in self._model.named_modules()]
+        paths = [path for path, _ in self.model.named_modules()]
         for pattern in patterns:
             if not any(fnmatchcase(path, pattern) for path in paths):
                 near = ", ".join(get_close_matches(pattern.rstrip("*").rstrip("."), paths, n=3))
@@ -137,7 +137,7 @@ class ForwardTap:
     def finish_setup(self) -> None:
         """Add the hook that sees the model return; last, so that its output is tested before it counts as returned."""
         if self.modules:
-            self._post(self._model, _RootEnded(self, 0, self._model))
+            self._post(self.model, _RootEnded(self, 0, self.model))
 
     def close(self) -> None:
         """Take every hook away and drop every reference; may run twice."""

@@ -20,10 +20,12 @@ class Keeper:
     """Walks through what it is given once, each object once, so that tied weights are copied once.
 
     Containers and attributes are put back before tensors: a parameter that a check replaced must be in its place again
-    before its values are written.
+    before its values are written. With `weights=False` the values of parameters are trusted to stay as they are, and
+    not copied: for what only runs a model.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, weights: bool = True) -> None:
+        self._weights = weights
         self._seen: dict[int, Any] = {}  # holds the objects: an id is only good while its object lives
         self._structure: list[Undo] = []
         self._values: list[Undo] = []
@@ -104,7 +106,8 @@ class Keeper:
             )
         # `data` may be replaced by a check (a cast, a move): the storage is put back, then its values.
         storage, place, requires_grad = tensor.data, _place(tensor), tensor.requires_grad
-        values = _distinct(storage).clone()
+        trusted = not self._weights and isinstance(tensor, nn.Parameter)
+        values = storage if trusted else _distinct(storage).clone()
         grad = tensor.grad if tensor.is_leaf else None
 
         def undo() -> None:
@@ -115,8 +118,9 @@ class Keeper:
                 return
             if _place(tensor) != place:
                 tensor.data = storage
-            # Written through `data`, so that a graph the user still holds is not told of a change.
-            _distinct(tensor.data).copy_(values)
+            if not trusted:
+                # Written through `data`, so that a graph the user still holds is not told of a change.
+                _distinct(tensor.data).copy_(values)
 
         def undo_gradient() -> None:
             if tensor.is_leaf:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from gpt_guard.hooks.forward import ForwardTap
 from gpt_guard.hooks.gradients import GradNorms
+from gpt_guard.hooks.inspection import Inspection
 from gpt_guard.hooks.modes import ModeLog
 from gpt_guard.ledger import Ledger
 from gpt_guard.records import Finding
@@ -23,7 +24,8 @@ class Watch:
     it. `immediate` tells whether reading a value is free here (CPU); otherwise values go through `ledger`. `grad_norms`
     are those of the last backward that reached the model. `evaluating` is True inside of `guardian.evaluating()`,
     `evaluation` in every forward without gradients. `scaling` is True while a GradScaler's scale is on the
-    gradients, `closure` while a step evaluates a closure. A shared parameter appears once, under its first name.
+    gradients, `closure` while a step evaluates a closure. `inspection` tells whether this step is inspected, and of the
+    calls in it. A shared parameter appears once, under its first name.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class Watch:
         immediate: bool,
         tap: ForwardTap,
         submit: Callable[[Finding], None],
+        inspection: Inspection | None = None,
         scheduler: Any = None,
         run_dir: Path | None = None,
     ) -> None:
@@ -43,6 +46,7 @@ class Watch:
         self.run_dir = run_dir
         self.immediate = immediate
         self.tap = tap
+        self.inspection = Inspection(tap, steps=0) if inspection is None else inspection
         self.modes = ModeLog(model)
         self.ledger = Ledger()
         self.submit = submit

@@ -50,6 +50,10 @@ def _figures(report: Report) -> Iterator[tuple[str, str]]:
         yield "grad norm", f"{number(report.grad_norm_median)} median, {number(report.grad_norm_max)} max"
     if report.clipped_share is not None:
         yield "clipped", f"{100 * report.clipped_share:.3g} % of steps"
+    if report.inspected_steps:
+        probes = ", ".join(report.probes)
+        extra = f", with {sum(report.probes.values())} probes of the model ({escape(probes)})" if probes else ""
+        yield "inspected", f"{report.inspected_steps} steps in {report.inspection_seconds:.2g} s{extra}"
 
 
 def _findings(report: Report) -> Iterator[tuple[str, str]]:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from gpt_guard.callbacks.fingerprint import CheckpointFingerprint
     from gpt_guard.callbacks.finite import FiniteGuard
     from gpt_guard.callbacks.grad_norm import GradNormMonitor
+    from gpt_guard.callbacks.logged_update import LoggedUpdate
     from gpt_guard.callbacks.lr import LRTracker
     from gpt_guard.callbacks.param_delta import ParamDeltaProbe
     from gpt_guard.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
@@ -80,6 +81,7 @@ _HOME = {
     "JsonlSink": "sinks.jsonl",
     "LRTracker": "callbacks.lr",
     "LoadedCheckpoint": "checkpoint",
+    "LoggedUpdate": "callbacks.logged_update",
     "ModeError": "errors",
     "Moment": "records",
     "NonFiniteError": "errors",
@@ -138,6 +140,7 @@ __all__ = [
     "JsonlSink",
     "LRTracker",
     "LoadedCheckpoint",
+    "LoggedUpdate",
     "ModeError",
     "Moment",
     "NonFiniteError",

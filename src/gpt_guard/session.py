@@ -61,6 +61,7 @@ class Session:
                 run_dir=run_dir,
             )
             watch.step = progress.step
+            watch.logged = progress.metrics
             self.watch = watch
             self.roster = Roster(guards, desk.submit)
             tap.listen = watch.inspection.run = self.roster.listen

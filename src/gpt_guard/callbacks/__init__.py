@@ -5,6 +5,7 @@ from gpt_guard.callbacks.eval_mode import EvalModeAssert
 from gpt_guard.callbacks.fingerprint import CheckpointFingerprint
 from gpt_guard.callbacks.finite import FiniteGuard
 from gpt_guard.callbacks.grad_norm import GradNormMonitor
+from gpt_guard.callbacks.logged_update import LoggedUpdate
 from gpt_guard.callbacks.lr import LRTracker
 from gpt_guard.callbacks.param_delta import ParamDeltaProbe
 
@@ -15,5 +16,6 @@ __all__ = [
     "GradNormMonitor",
     "Guard",
     "LRTracker",
+    "LoggedUpdate",
     "ParamDeltaProbe",
 ]

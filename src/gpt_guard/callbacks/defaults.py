@@ -9,6 +9,7 @@ from gpt_guard.callbacks.eval_mode import EvalModeAssert
 from gpt_guard.callbacks.fingerprint import CheckpointFingerprint
 from gpt_guard.callbacks.finite import FiniteGuard
 from gpt_guard.callbacks.grad_norm import GradNormMonitor
+from gpt_guard.callbacks.logged_update import LoggedUpdate
 from gpt_guard.callbacks.lr import LRTracker
 from gpt_guard.callbacks.param_delta import ParamDeltaProbe
 
@@ -21,5 +22,6 @@ def default_guards(tokenizer: Any = None, config: Any = None) -> list[Guard]:
         ParamDeltaProbe(),
         LRTracker(),
         EvalModeAssert(),
+        LoggedUpdate(),
         CheckpointFingerprint(tokenizer=tokenizer, config=config),
     ]

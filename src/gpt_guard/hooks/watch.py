@@ -25,7 +25,8 @@ class Watch:
     are those of the last backward that reached the model. `evaluating` is True inside of `guardian.evaluating()`,
     `evaluation` in every forward without gradients. `scaling` is True while a GradScaler's scale is on the
     gradients, `closure` while a step evaluates a closure. `inspection` tells whether this step is inspected, and of the
-    calls in it. A shared parameter appears once, under its first name.
+    calls in it. `logged` holds the newest numbers that the loop gave to `guardian.log()`. A shared parameter appears
+    once, under its first name.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Watch:
         self.scaling = False
         self.closure = False
         self.grad_norms: GradNorms | None = None
+        self.logged: dict[str, float] = {}
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.extra: dict[str, Tensor] = {}
         self.forward_begins: list[Callable[[], None]] = []

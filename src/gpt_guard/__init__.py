@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from gpt_guard.callbacks.logged_update import LoggedUpdate
     from gpt_guard.callbacks.lr import LRTracker
     from gpt_guard.callbacks.param_delta import ParamDeltaProbe
+    from gpt_guard.callbacks.replicas import ReplicaSync
     from gpt_guard.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
     from gpt_guard.checks.asserts import CheckFailed
     from gpt_guard.checks.asserts_checkpoint import assert_checkpoint_roundtrip
@@ -90,6 +91,7 @@ _HOME = {
     "PreflightError": "errors",
     "PreflightReport": "checks.report",
     "ProcessError": "errors",
+    "ReplicaSync": "callbacks.replicas",
     "Report": "records",
     "RunLog": "runlog",
     "ScheduleError": "errors",
@@ -149,6 +151,7 @@ __all__ = [
     "PreflightError",
     "PreflightReport",
     "ProcessError",
+    "ReplicaSync",
     "Report",
     "RunLog",
     "ScheduleError",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -39,6 +41,15 @@ class ModeLog:
             if of is None or path in ("", of) or of.startswith(f"{path}."):
                 return path, line
         return None
+
+    @contextmanager
+    def ignoring(self) -> Iterator[None]:
+        """Do not note the calls inside: they are gpt_guard's own."""
+        nested, self._nested = self._nested, True
+        try:
+            yield
+        finally:
+            self._nested = nested
 
     def mode_begins(self, module: nn.Module, training: bool) -> bool:
         """Note an outermost call on a module of ours; True if it is one. `.train()` calls itself on each child."""

@@ -44,7 +44,8 @@ class Attention(nn.Module):
 
     def split(self, x: Tensor) -> Tensor:
         """`[B, T, C]` to `[B, H, T, D]`."""
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        heads: Tensor = x.unflatten(-1, (self.heads, -1))
+        return heads.transpose(1, 2)
 
 
 class Block(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import weakref
@@ -42,6 +43,11 @@ def checked_optimizers(optimizer: Any) -> tuple[Optimizer, ...]:
             f"parameters, or None for evaluation only."
         )
     return optimizers
+
+
+def all_guards(guards: Sequence[Any]) -> tuple[Guard, ...]:
+    """The guards, each followed by those that it is to be used with. Raises GuardUsageError."""
+    return tuple(each for guard in checked_guards(guards) for each in (guard, *guard.companions()))
 
 
 def checked_guards(guards: Sequence[Any]) -> Sequence[Guard]:
@@ -108,6 +114,20 @@ def checked_inspect(steps: Any, every: Any) -> dict[str, int]:
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             _refuse(name, count, "a whole number of steps from 0 on; 0 inspects none")
     return {"inspect_steps": steps, "inspect_every": every}
+
+
+def checked_replay(replay: Any) -> bool | float:
+    """Whether failing steps are run again, or for how many seconds at most. Raises GuardUsageError."""
+    if not isinstance(replay, (bool, int, float)) or (not isinstance(replay, bool) and not 0 < replay < math.inf):
+        _refuse("replay", replay, "True, False, or the seconds that a replay may take, such as 30.0")
+    return replay
+
+
+def reads_at_once(reads: Reads, model: nn.Module) -> bool:
+    """Whether values are read where they are made: as asked, or where all of the model is on the CPU."""
+    if reads != "auto":
+        return reads == "immediate"
+    return all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers()))
 
 
 def checked_folder(run_dir: Any) -> Path | None:

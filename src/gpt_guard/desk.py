@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gpt_guard.errors import error_for
@@ -19,10 +19,17 @@ class Desk:
     """Collects findings and passes observations on to the sinks; the only place that raises a GuardError.
 
     A cause is said once: repeats are counted in `counts` and `repeats`, not listed again. Survives leaving and
-    re-entering a Guardian.
+    re-entering a Guardian. `enrich` is given each finding that is told before anybody else, and returns what to tell.
     """
 
-    def __init__(self, policy: Policy, sinks: Sequence[Sink], progress: Progress) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        sinks: Sequence[Sink],
+        progress: Progress,
+        enrich: Callable[[Finding], Finding] | None = None,
+        note: Callable[[Finding, Action], Finding] | None = None,
+    ) -> None:
         self.policy = policy
         self.sinks = tuple(sinks)
         self._findings: list[Finding] = []
@@ -30,6 +37,8 @@ class Desk:
         self.repeats: Counter[Any] = Counter()
         self.quiet = False
         self._progress = progress
+        self._enrich = enrich
+        self._note = note
 
     @property
     def findings(self) -> list[Finding]:
@@ -52,6 +61,10 @@ class Desk:
         if known and action is not Action.HALT:
             return
         finding = self._with_context(finding)
+        if self._enrich is not None and not self.quiet:
+            finding = self._enrich(finding)
+        if self._note is not None and not self.quiet:
+            finding = self._note(finding, action)
         if len(self._findings) < _MOST_CAUSES:
             self._findings.append(finding)
         for sink in self.sinks:

@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ParamSpec, Self, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
 
 from gpt_guard import arguments
+from gpt_guard.blackbox.service import BlackBox
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.defaults import default_guards
-from gpt_guard.callbacks.fingerprint import CheckpointFingerprint
+from gpt_guard.callbacks.microscope import Microscope
 from gpt_guard.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
 from gpt_guard.desk import Desk
-from gpt_guard.errors import GuardError, GuardUsageError
+from gpt_guard.errors import GuardUsageError
 from gpt_guard.evaluation import evaluation_mode
-from gpt_guard.hooks.scaler import checked_scaler
 from gpt_guard.policy import Policy, Rules
 from gpt_guard.progress import Progress
 from gpt_guard.records import Finding, Observation, Report
+from gpt_guard.replay.outcome import Outcome
+from gpt_guard.replay.service import Replayer
 from gpt_guard.reporting import header, make_report
+from gpt_guard.resuming import stamp_of, state_of, take_back
 from gpt_guard.session import Session
 from gpt_guard.sinks.base import Sink
 from gpt_guard.sinks.console import ConsoleSink
 from gpt_guard.sinks.jsonl import JsonlSink
 from gpt_guard.sinks.report import with_report
+from gpt_guard.staging import Staged
+from gpt_guard.subject import Subject
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
-class Guardian:
+class Guardian(Staged):
     """Watch a training loop from the outside and stop it before a poisoned update.
 
     Put it round the loop as it is; nothing inside the loop has to change::
@@ -50,15 +57,17 @@ class Guardian:
     - `guards`: None for the default set, or exactly the guards to use, e.g. `[FiniteGuard(), LRTracker()]`.
     - `scheduler`: one or several learning-rate schedulers, so that LRTracker can tell what they do.
     - `scaler`: only needed for a scaler that is no `torch.amp.GradScaler`; those are noticed by themselves.
-    - `run_dir`: folder for the run log `steps.jsonl` and, at the end, `run_report.json`; None writes no file.
+    - `run_dir`: folder for the run log `steps.jsonl`, `run_report.json` at the end, and for each failure a bundle of at
+      most `bundle_limit_mb` from which `gpt-guard replay` runs the step again; None writes no file.
     - `sinks`: None for the console; otherwise exactly these, besides the run log.
     - `policy`: what to do about which finding, see `gpt_guard.policy.Policy`; `strict` halts on every error.
-    - `tokenizer`, `config`: what this run belongs to, for its fingerprint.
-    - `summary`: whether a table is printed at the end.
+    - `tokenizer`, `config`: what this run belongs to, for its fingerprint. `summary`: whether a table ends the run.
     - `reads`: "immediate" tests every output where it is made, "per_step" reads the device once just before each step;
       "auto" is immediate on the CPU, where reading costs nothing, and per step anywhere else.
     - `inspect_steps`, `inspect_every`: the first steps after entry, and one of so many later ones (0: none), are looked
       at harder, see `inspect_now`.
+    - `replay`: whether a step with a non-finite value is run again before the finding is told, so that it names the
+      operation and the line; a number limits the seconds, True to 20 of the loop's own steps or 5 s.
 
     Guarded steps are bit-identical to bare ones: weights, losses, optimizer and RNG state. Leaving detaches everything,
     on every way out; the same Guardian can be entered again and goes on counting. Raises GuardUsageError for a model
@@ -84,22 +93,21 @@ class Guardian:
         reads: arguments.Reads = "auto",
         inspect_steps: int = 3,
         inspect_every: int = 0,
+        replay: bool | float = True,
+        bundle_limit_mb: float = 2048,
     ) -> None:
-        optimizers = arguments.checked_optimizers(optimizer)
-        self._model = weakref.ref(arguments.checked_model(model))
-        # Weak while inactive: a Guardian that has been left keeps neither the model nor its optimizer alive.
-        self._optimizers = [weakref.ref(each) for each in optimizers]
-        self._scheduler = arguments.weak(arguments.checked_scheduler(scheduler))
-        self._scaler = arguments.weak(checked_scaler(scaler))
+        self._subject = Subject(model, optimizer, scheduler, scaler)
         self._reads = arguments.checked_reads(reads)
         self._inspect = arguments.checked_inspect(inspect_steps, inspect_every)
         self._run_dir = folder = arguments.checked_folder(run_dir)
         self._belongings = arguments.checked_belongings(tokenizer, config)
-        self.guards = tuple(default_guards(**self._belongings) if guards is None else arguments.checked_guards(guards))
-        self._progress = Progress(arguments.checked_start(start_step), len(optimizers))
+        self.guards = arguments.all_guards(default_guards(**self._belongings) if guards is None else guards)
+        self._progress = Progress(arguments.checked_start(start_step), self._subject.count)
         outputs: list[Sink] = [ConsoleSink(summary=summary)] if sinks is None else arguments.checked_sinks(sinks)
-        outputs += [] if folder is None else with_report(JsonlSink(folder))
-        self._desk = Desk(Policy(policy, strict=strict), outputs, self._progress)
+        self._replayer = again = Replayer(arguments.checked_replay(replay))
+        box = BlackBox(folder, self._subject.alive, again.recipe_for, self.report, bundle_limit_mb)
+        outputs += [] if folder is None else [*with_report(JsonlSink(folder)), box]
+        self._desk = Desk(Policy(policy, strict=strict), outputs, self._progress, again.enrich, box.note)
         self._session: Session | None = None
         self._not_watched: list[str] = []
 
@@ -113,7 +121,7 @@ class Guardian:
         """Begin to watch; for a notebook, where a `with` would span cells. Raises as entering would."""
         if self._session is not None:
             raise GuardUsageError("this Guardian is already watching: stop() it first, or leave the `with` around it")
-        model, optimizers = self._alive()
+        model, optimizers = self._subject.alive()
         self._desk.quiet = False
         self._desk.open(header(model, optimizers, self.guards, self.step))
         try:
@@ -123,11 +131,12 @@ class Guardian:
                 self.guards,
                 self._desk,
                 self._progress,
-                immediate=self._immediate(model),
+                immediate=arguments.reads_at_once(self._reads, model),
                 **self._inspect,
-                scheduler=self._scheduler(),
-                scaler=self._scaler(),
+                scheduler=self._subject.scheduler(),
+                scaler=self._subject.scaler(),
                 run_dir=self._run_dir,
+                replayer=self._replayer,
             )
         except BaseException:
             self._desk.close(self.report())
@@ -140,26 +149,12 @@ class Guardian:
 
     def _leave(self, error: BaseException | None) -> None:
         session, self._session = self._session, None
-        if session is None:
-            return
-        self._desk.quiet = error is not None
-        try:
-            session.finish()
-        except GuardError as halt:
-            # Said and recorded by now; the user's own exception goes first.
-            if error is None:
-                raise halt.with_traceback(None) from None
-        finally:
+        if session is not None:
+            self._desk.quiet = error is not None
             try:
-                self._not_watched = session.blind_spots()
+                session.leave(self._not_watched)
             finally:
-                self._close(session)
-
-    def _close(self, session: Session) -> None:
-        try:
-            session.close()
-        finally:
-            self._desk.close(self.report())
+                self._desk.close(self.report())
 
     @property
     def latest(self) -> Observation | None:
@@ -183,7 +178,7 @@ class Guardian:
         """Run facts and findings as of now."""
         unseen = self._session.blind_spots() if self._session is not None else self._not_watched
         unseen = [*unseen, *self._desk.blind_spots()]
-        return make_report(self._model(), self.guards, self._desk, self._progress, unseen)
+        return make_report(self._subject.model(), self.guards, self._desk, self._progress, unseen)
 
     def log(self, **metrics: Any) -> None:
         """Note numbers of your own under the newest step: numbers, NaN too, or tensors of one element, which are read.
@@ -200,7 +195,7 @@ class Guardian:
 
         What happens inside is marked as evaluation. Works inside and outside of an active Guardian.
         """
-        model, _ = self._alive()
+        model, _ = self._subject.alive()
         with evaluation_mode(model, self._session.loop if self._session is not None else None):
             yield model
 
@@ -227,48 +222,39 @@ class Guardian:
         return loaded
 
     def _parts(self) -> dict[str, Any]:
-        model, optimizers = self._alive()
-        stamps = [guard.belongings for guard in self.guards if isinstance(guard, CheckpointFingerprint)]
-        return {
-            "model": model,
-            "optimizer": optimizers[0] if len(optimizers) == 1 else optimizers or None,
-            "scheduler": self._scheduler() or None,
-            "scaler": self._scaler(),
-            "on_finding": self._desk.submit,
-            **(stamps[0] if stamps else self._belongings),
-        }
+        return {**self._subject.parts(), "on_finding": self._desk.submit, **stamp_of(self.guards, self._belongings)}
 
-    def inspect_now(self, steps: int = 1) -> None:
+    def inspect_now(self, steps: int = 1) -> Microscope:
         """Look hard at the next `steps` optimizer steps, as at the first ones: they cost more, and change nothing.
 
+        Once such a step is made, `print()` of what is returned shows the outputs of each module as a table.
         Raises GuardUsageError while not watching.
         """
         if self._session is None:
             raise GuardUsageError("nothing to inspect: this Guardian is not watching; enter it, or call start()")
-        self._session.watch.inspection.restart(steps)
+        return self._session.inspect(steps)
+
+    def watch_loss(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
+        """Tell the replay of a function outside of the model that gives the loss: `loss_of = guardian.watch_loss(f)`.
+
+        Also a decorator; returns what the function returns, and keeps its arguments by reference until the step ends.
+        """
+        return self._replayer.watch_loss(function)
+
+    def replay(self) -> Outcome:
+        """Run the newest step's forward again and tell which operation first gave non-finite values, if any did.
+
+        For a notebook or a debugger; print it. Where no step is held any more, what the last replay has shown; raises
+        GuardUsageError where there is neither. Reads the device at every operation; leaves everything as it was.
+        """
+        return self._replayer.now()
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on counting and judging: plain numbers, loadable with `weights_only=True`."""
-        guards = {guard.name: guard.state_dict() for guard in self.guards}
-        return {"progress": self._progress.state_dict(), "guards": guards}
+        return state_of(self._progress, self.guards)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state, before entering; guards that were not there then start fresh."""
-        self._progress.load_state_dict(state["progress"])
-        for guard in self.guards:
-            if guard.name in state["guards"]:
-                guard.load_state_dict(state["guards"][guard.name])
+        take_back(state, self._progress, self.guards)
         if self._session is not None:
             self._session.watch.inspection.restart()
-
-    def _alive(self) -> tuple[nn.Module, list[Optimizer]]:
-        model = self._model()
-        optimizers = [each() for each in self._optimizers]
-        if model is None or any(each is None for each in optimizers):
-            raise GuardUsageError("the model or optimizer of this Guardian no longer exists: make a new Guardian")
-        return model, [each for each in optimizers if each is not None]
-
-    def _immediate(self, model: nn.Module) -> bool:
-        if self._reads != "auto":
-            return self._reads == "immediate"
-        return all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers()))

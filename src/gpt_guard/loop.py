@@ -101,14 +101,14 @@ class Loop:
         if not watch.closure:
             self._open = [0] * len(self._open)
         cleared = self._gradients.mark()
-        state = self._gradients.state
-        for index, clearing in enumerate(self._clearing):
-            clearing.backward_begins(state, self._left_in[index])
+        for clearing, left_in in zip(self._clearing, self._left_in, strict=True):
+            clearing.backward_begins(self._gradients.state, left_in)
         if self._stepped or (cleared and watch.micro_batch):
             self._begin_step()
         self._scale.backward_begins(losses)
         watch.scaling = self._scale.unit is not None
         self._loss = self._scale.loss(losses)
+        watch.capture.backward_begins(losses)
         if self._loss is not None:
             self._roster.call("before_backward", self._loss)
         return True
@@ -123,21 +123,23 @@ class Loop:
         """Measure the gradients, if this backward was ours."""
         watch, loss = self._watch, self._loss
         watch.tap.paused, self._loss = False, None
-        ours = self._gradients.touched()
+        grads = self._gradients.current()
+        ours = self._gradients.touched(grads)
         self._scale.backward_ended(ours=ours)
         watch.scaling = self._scale.unit is not None
         if not ours:
             return
         self._use.backward_ended(self._scale.unit, fresh=self._scale.fresh, state=self._gradients.state)
         if loss is not None and loss.numel() == 1:
-            watch.ledger.put(f"loss.{watch.micro_batch}", loss if loss.dim() == 0 else loss.detach().reshape(()))
+            watch.ledger.put(f"loss.{watch.micro_batch}", loss.item() if watch.immediate else loss.reshape(()))
         watch.micro_batch += 1
-        watch.grad_norms = self._gradients.measure(self._scale.unit, immediate=watch.immediate)
+        watch.grad_norms = self._gradients.measure(self._scale.unit, immediate=watch.immediate, current=grads)
         for clearing in self._clearing:
             clearing.backward_ended(self._gradients.state)
         self._roster.call("after_backward")
         if self.unseen.backward() and not watch.immediate:
             self._judge_early(self._steps.unstepped())
+        watch.capture.backward_ended(watch.micro_batch)
 
     def backward_failed(self) -> None:
         """The backward raised, or a guard halted: be ready for the next one."""

@@ -6,24 +6,21 @@ records are imported: an exception's message must never depend on anything that 
 
 from __future__ import annotations
 
-import os
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from math import isfinite
 
-from gpt_guard.records import Finding, Observation, TensorStats
+from gpt_guard.layout import LABEL, line_of_code, marked, tensor_text
+from gpt_guard.layout import WIDTH as WIDTH
+from gpt_guard.layout import block as block
+from gpt_guard.layout import clean as clean
+from gpt_guard.layout import number as number
+from gpt_guard.layout import numbered as numbered
+from gpt_guard.records import Finding, Observation
+from gpt_guard.render_operation import operation_lines, operation_short
 
-WIDTH = 100
-_LABEL = 11
 _SHORT = 240
 _CAUSES = 5
-
-
-def number(value: float | None) -> str:
-    """A figure with four significant digits ("0.8123", "1.2e+05", "nan", "-inf"); "-" for None."""
-    if value is None:
-        return "-"
-    return str(value) if isinstance(value, int) else f"{value:.4g}"
 
 
 def learning_rate(value: float | None) -> str:
@@ -48,62 +45,42 @@ def learning_rates(values: Sequence[float]) -> str:
     return (", ".join(texts) if len(texts) <= 3 else f"{texts[0]}, {texts[1]}, ... ({len(values)} groups)") or "-"
 
 
-def clean(text: str) -> str:
-    """Make control characters visible, line breaks excepted: text from a file must not steer the terminal."""
-    visible = (c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text.expandtabs(4))
-    return "".join(visible)
-
-
-def block(label: str, text: str, width: int = WIDTH) -> list[str]:
-    """Lines of `text` wrapped to `width` columns beside `label`; no line at all where `text` is empty."""
-    lines = [
-        wrapped
-        for line in clean(text).strip().split("\n")
-        for wrapped in textwrap.wrap(line, width - _LABEL, break_on_hyphens=False)
-    ]
-    return [f"{label if first else '':<{_LABEL}}{line}" for first, line in _marked(lines)] if lines else []
-
-
-def numbered(label: str, texts: Iterable[str], width: int = WIDTH) -> list[str]:
-    """The texts as an ordered list beside `label`."""
-    lines: list[str] = []
-    for position, text in enumerate(texts, start=1):
-        mark = f"{position}. "
-        room = width - _LABEL - len(mark)
-        for first, line in _marked(textwrap.wrap(clean(text), room, break_on_hyphens=False)):
-            head = label if first and position == 1 else ""
-            lines.append(f"{head:<{_LABEL}}{mark if first else ' ' * len(mark)}{line}")
-    return lines
-
-
-def _marked(lines: Sequence[str]) -> list[tuple[bool, str]]:
-    return [(position == 0, line) for position, line in enumerate(lines)]
-
-
 def render_finding(finding: Finding, width: int = WIDTH) -> str:
     """The whole finding as plain text, at most `width` columns wide; what is not known is left out."""
 
     def beside(label: str, text: str) -> list[str]:
         return block(label, text, width)
 
+    seen = finding.operation
+    # What a replay has proven stands in place of what is likely for findings of this kind.
+    proven = seen.causes if seen is not None else ()
+    next_test, fix = (proven[0].test, proven[0].fix) if proven else (finding.next_test, finding.fix)
+    line = finding.where if seen is None or seen.where != finding.where else None
     parts = [
         textwrap.wrap(clean(f"{finding.code} {finding.title}"), width),
-        beside("seen", finding.seen) + beside("tensor", _tensor(finding.tensor)),
-        beside("where", _where(finding)) + _line_of_code(finding, width) + beside("made by", finding.origin or ""),
+        beside("seen", finding.seen) + beside("tensor", tensor_text(finding.tensor)),
+        beside("where", _where(finding)) + line_of_code(line, width) + beside("made by", finding.origin or ""),
+        (operation_lines(seen, width) if seen is not None else []) + beside("replay", finding.replay or ""),
         beside("healthy", _healthy(finding.last_healthy)) + _table(finding.history),
-        numbered("likely", finding.causes[:_CAUSES], width),
-        beside("next test", finding.next_test) + beside("fix", finding.fix) + beside("more", _explain(finding)),
+        numbered("likely", [cause.text for cause in proven] or finding.causes[:_CAUSES], width),
+        beside("next test", next_test) + beside("fix", fix) + beside("more", _explain(finding)),
+        beside("black box", _bundle(finding)),
     ]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
 def render_short(finding: Finding) -> str:
-    """One to three lines for a log: code, title and place; what was seen; the likeliest cause."""
+    """Up to five lines for a log: title and place; what was seen; the operation; the likeliest cause; the bundle."""
     place = ", ".join(_place(finding))
     lines = [_one_line(f"{finding.code} {finding.title}" + (f": {place}" if place else "")), _one_line(finding.seen)]
-    if finding.causes:
+    proven = [cause.text for cause in finding.operation.causes] if finding.operation is not None else []
+    if finding.operation is not None:
+        lines.append(_one_line(operation_short(finding.operation)))
+    if likely := proven or finding.causes:
         more = f" [gpt-guard explain {finding.code}]" if finding.code.startswith("GG") else ""
-        lines.append(f"Most likely: {_one_line(finding.causes[0])}{more}")
+        lines.append(f"Most likely: {_one_line(likely[0])}{more}")
+    if finding.bundle is not None:
+        lines.append(f"Black box: gpt-guard replay {clean(finding.bundle)}")
     return "\n  ".join(line for line in lines if line)
 
 
@@ -119,29 +96,8 @@ def _explain(finding: Finding) -> str:
     return f"gpt-guard explain {finding.code}" + (f"  ({left} more causes)" if left > 0 else "")
 
 
-def _tensor(stats: TensorStats | None) -> str:
-    if stats is None:
-        return ""
-    text = f"{list(stats.shape)} {stats.dtype.removeprefix('torch.')} on {stats.device}"
-    if stats.bad:
-        counts = {"NaN": stats.nan, "+inf": stats.pos_inf, "-inf": stats.neg_inf}
-        text += f": {', '.join(f'{count} {name}' for name, count in counts.items() if count)} of {stats.numel} elements"
-    if stats.finite_min is not None and stats.finite_max is not None:
-        rest = "the finite rest lies" if stats.bad else "values lie"
-        text += f"; {rest} between {number(stats.finite_min)} and {number(stats.finite_max)}"
-    elif stats.bad:
-        text += "; nothing in it is finite"
-    return text + _rows(stats)
-
-
-def _rows(stats: TensorStats) -> str:
-    text = ""
-    if stats.bad_rows and stats.shape:
-        listed = ", ".join(map(str, stats.bad_rows)) + (", ..." if stats.bad_row_count > len(stats.bad_rows) else "")
-        text = f"\nrows {listed} of dimension 0 ({max(stats.bad_row_count, len(stats.bad_rows))} of {stats.shape[0]})"
-    if stats.first_bad:
-        text += f"{', ' if text else chr(10)}first at {list(stats.first_bad)}"
-    return text
+def _bundle(finding: Finding) -> str:
+    return f"{finding.bundle}\nopen it with: gpt-guard replay {finding.bundle}" if finding.bundle else ""
 
 
 def _place(finding: Finding) -> list[str]:
@@ -171,23 +127,6 @@ def _where(finding: Finding) -> str:
     if finding.evaluation:
         when.append("during evaluation")
     return "\n".join(", ".join(parts) for parts in (what, when) if parts)
-
-
-def _line_of_code(finding: Finding, width: int) -> list[str]:
-    line = finding.where
-    if line is None:
-        return []
-    place = f"{_from_here(line.file)}:{line.line} in {line.function}"
-    room = width - _LABEL
-    # A path is shortened at its front and never wrapped: its end, with the line number, is what gets copied.
-    place = place if len(place) <= room else f"...{place[3 - room :]}"
-    return block("line", f"{place}\n{line.text}", width)
-
-
-def _from_here(file: str) -> str:
-    """A file below the current folder by its path from there, as the person would open it."""
-    here = os.getcwd() + os.sep
-    return file.removeprefix(here)
 
 
 def _healthy(seen: Observation | None) -> str:
@@ -222,4 +161,4 @@ def _table(history: Sequence[Observation]) -> list[str]:
     widths = [max(map(len, column)) for column in known]
     rows = zip(*known, strict=True)
     lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
-    return [f"{'before' if first else '':<{_LABEL}}{line.rstrip()}" for first, line in _marked(lines)]
+    return [f"{'before' if first else '':<{LABEL}}{line.rstrip()}" for first, line in marked(lines)]

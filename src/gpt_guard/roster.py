@@ -28,6 +28,7 @@ class Roster:
         self._submit = submit
         self._calls: dict[str, list[tuple[Guard, Callable[..., None]]]] = {}
         self._judges: dict[Moment, list[Guard]] = {}
+        self._active: set[int] = set()
         self._sort()
 
     def _sort(self) -> None:
@@ -36,10 +37,24 @@ class Roster:
             for name in _MOMENTS
         }
         self._judges = {moment: [guard for guard in self._guards if moment in guard.judged_at] for moment in Moment}
+        self._active = {id(guard) for guard in self._guards}
 
     def attach(self, guard: Guard, watch: Watch) -> None:
         """Attach a guard; one that fails is detached, named and dropped."""
         self._safely(guard, lambda: guard.attach(watch))
+
+    def add(self, guard: Guard, watch: Watch) -> None:
+        """Take in a guard for a while, in the middle of a run."""
+        self._guards.append(guard)
+        self._sort()
+        self.attach(guard, watch)
+
+    def remove(self, guard: Guard) -> None:
+        """Let go of one again; does nothing if it is not there."""
+        if any(guard is other for other in self._guards):
+            self._guards = [other for other in self._guards if other is not guard]
+            self._sort()
+            self.detach(guard)
 
     def call(self, moment: str, *args: Any) -> None:
         """Run one moment method of every guard that has it."""
@@ -54,11 +69,16 @@ class Roster:
 
     def listen(self, listener: Callable[..., None], *args: Any) -> None:
         """Run what a guard has registered, unless that guard is switched off by now."""
-        owner = getattr(listener, "__self__", None)
-        if not isinstance(owner, Guard):
+        owner: Any = getattr(listener, "__self__", None)
+        if id(owner) in self._active:
+            try:
+                listener(*args)
+            except GuardError:
+                raise
+            except Exception as error:
+                self._drop(owner, error)
+        elif not isinstance(owner, Guard):
             listener(*args)
-        elif any(owner is guard for guard in self._guards):
-            self._safely(owner, listener, *args)
 
     def judge(self, seen: Observation) -> None:
         """Let the guards judge an observation and submit what they find."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gpt_guard.callbacks.base import Guard
+from gpt_guard.callbacks.microscope import Microscope
 from gpt_guard.desk import Desk
+from gpt_guard.errors import GuardError
 from gpt_guard.hooks import scaler as scaling
 from gpt_guard.hooks.backward import BACKWARD
 from gpt_guard.hooks.forward import ForwardTap
@@ -24,6 +27,7 @@ from gpt_guard.hooks.optimizer import StepHooks
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.loop import Loop
 from gpt_guard.progress import Progress
+from gpt_guard.replay.service import Replayer
 from gpt_guard.roster import Roster
 
 
@@ -44,8 +48,10 @@ class Session:
         scheduler: Any = None,
         scaler: Any = None,
         run_dir: Path | None = None,
+        replayer: Replayer | None = None,
     ) -> None:
         self._desk = desk
+        self._guards = tuple(guards)
         self._progress = progress
         with ExitStack() as undo:
             tap = ForwardTap(model, immediate=immediate)
@@ -63,6 +69,9 @@ class Session:
             watch.step = progress.step
             watch.logged = progress.metrics
             self.watch = watch
+            if replayer is not None:
+                undo.callback(replayer.close)
+                replayer.open(watch, progress)
             self.roster = Roster(guards, desk.submit)
             tap.listen = watch.inspection.run = self.roster.listen
             self.loop = Loop(watch, self.roster, desk, progress)
@@ -86,7 +95,7 @@ class Session:
         watch.tap.finish_setup()
         undo.callback(watch.inspection.close)
         watch.inspection.on_end(self._note_inspection)
-        watch.inspection.open(watch.step, training=bool(watch.optimizers))
+        watch.inspection.open(watch.step, optimizers=len(watch.optimizers))
 
     def blind_spots(self) -> list[str]:
         """What cannot be seen in this stretch; empty means that everything asked for is watched."""
@@ -95,6 +104,17 @@ class Session:
     def _note_inspection(self) -> None:
         self._progress.inspected = self.watch.inspection.facts()
 
+    def inspect(self, steps: int) -> Microscope:
+        """Inspect the next steps, with a microscope in place as long as they last unless there is one anyway."""
+        watch, roster = self.watch, self.roster
+        watch.inspection.restart(steps)
+        found = next((guard for guard in self._guards if isinstance(guard, Microscope)), None)
+        scope = Microscope() if found is None else found
+        if found is None and watch.inspection.active:
+            roster.add(scope, watch)
+            watch.inspection.on_end(partial(roster.remove, scope))
+        return scope
+
     def finish(self) -> None:
         """Complete what still waits, let the guards speak at the end, and say what was never seen."""
         self._note_inspection()
@@ -102,6 +122,20 @@ class Session:
         # A run that is cut short has not had its chance to be seen.
         if not self._desk.quiet:
             self.loop.unseen.finish()
+
+    def leave(self, unseen: list[str]) -> None:
+        """Finish and close, and list in `unseen` what was not watched; raises a finding that halts at the end."""
+        try:
+            self.finish()
+        except GuardError as halt:
+            # Said and recorded by now; the user's own exception goes first.
+            if not self._desk.quiet:
+                raise halt.with_traceback(None) from None
+        finally:
+            try:
+                unseen[:] = self.blind_spots()
+            finally:
+                self.close()
 
     def close(self) -> None:
         """Detach everything."""

@@ -59,6 +59,7 @@ class Steps:
             except GuardError:
                 self._desk.observe(seen)
                 raise
+        self._watch.capture.judged()
         return seen
 
     def measure(self, index: int) -> Observation:
@@ -92,9 +93,12 @@ class Steps:
     def _observe(self, index: int, readings: Readings, applied: list[str] | None, *, skipped: bool) -> Observation:
         watch, progress = self._watch, self._progress
         # Read with the first of several optimizers, true for all of them.
-        self._losses.update((name, value) for name, value in readings.items() if name.startswith("loss."))
+        losses = self._losses
+        for name in readings:
+            if name.startswith("loss."):
+                losses[name] = readings[name]
         return observe(
-            readings | self._losses,
+            readings | losses,
             watch.grad_norms.names if watch.grad_norms else [],
             applied,
             set(watch.held_by(index)) if self._several else None,
@@ -121,6 +125,7 @@ class Steps:
         self._pending = seen
         self._progress.steps[index] += 1
         self._tick(index)
+        self._watch.capture.step_ended()
         if self._watch.immediate:
             self.read()
 
@@ -135,7 +140,11 @@ class Steps:
         self._progress.skipped += 1
         self._tick(index)
         self._desk.observe(seen)
-        self._roster.judge(seen)
+        try:
+            self._roster.judge(seen)
+        finally:
+            # The parameters have not changed: until it was judged, the step could be run again.
+            self._watch.capture.step_ended()
 
     def _tick(self, index: int) -> None:
         now = time.perf_counter()

@@ -77,6 +77,10 @@ class Guard(ABC):
     def judge(self, seen: Observation) -> Iterable[Finding]:
         """Yield what is wrong in what was seen; floats only, no device access."""
 
+    def companions(self) -> Iterable[Guard]:
+        """Guards that Guardian is to use beside this one, as this one was told to."""
+        return ()
+
     def finish(self) -> Iterable[Finding]:
         """Runs once at exit, still attached: yield what can only be said at the end."""
         return ()

@@ -18,7 +18,7 @@ from gpt_guard.callbacks.finite_loss import loss_outside
 from gpt_guard.callbacks.finite_state import bad_after_step
 from gpt_guard.callbacks.finite_step import AtStep
 from gpt_guard.callbacks.finite_verdict import bad_batch, verdict
-from gpt_guard.callbacks.finite_words import scaler_stuck
+from gpt_guard.callbacks.microscope import Microscope
 from gpt_guard.callbacks.settings import check_types, patterns
 from gpt_guard.hooks.frames import user_line
 from gpt_guard.hooks.outputs import is_finite_scalar
@@ -27,9 +27,6 @@ from gpt_guard.hooks.state import StateWatch
 from gpt_guard.hooks.tensors import describe
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Observation
-
-# From its default scale of 65536 a healthy GradScaler is at 1 after 16 skips; a few more and nothing helps.
-_STUCK_SCALER = 20
 
 
 class FiniteGuard(Guard):
@@ -46,6 +43,7 @@ class FiniteGuard(Guard):
 
     - `ignore`: patterns of module paths whose outputs are not tested, e.g. `["head.*"]`; the rest is watched as usual.
     - `outputs`, `gradients`, `parameters`, `buffers`: what to watch; the loss always is.
+    - `microscope`: also warn of outputs that grow towards the end of their dtype's range, see `Microscope`.
     """
 
     judged_at: ClassVar[frozenset[Moment]] = frozenset({Moment.FORWARD, Moment.BEFORE_STEP, Moment.AFTER_STEP})
@@ -58,6 +56,7 @@ class FiniteGuard(Guard):
         gradients: bool = True,
         parameters: bool = True,
         buffers: bool = True,
+        microscope: bool = False,
     ) -> None:
         check_types(FiniteGuard, locals())
         self.ignore = patterns("FiniteGuard", "ignore", ignore)
@@ -65,8 +64,8 @@ class FiniteGuard(Guard):
         self.gradients = gradients
         self.parameters = parameters
         self.buffers = buffers
+        self.microscope = Microscope() if microscope else None
         self._context = Context()
-        self._skipped = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -100,6 +99,10 @@ class FiniteGuard(Guard):
         """Drop what belongs to this stretch of the run."""
         self._begin()
         super().detach()
+
+    def companions(self) -> Iterable[Guard]:
+        """The microscope, if there is one."""
+        return () if self.microscope is None else (self.microscope,)
 
     def blind_spots(self) -> Iterable[str]:
         """Ignored modules and tensors of a kind that cannot be tested."""
@@ -202,8 +205,9 @@ class FiniteGuard(Guard):
         """One fused norm over parameters and float buffers: NaN and infinity survive it."""
         self._micro_batch = 0
         self._state.note_after()
-        if (norms := self._state.read() if self.watch.immediate else self._state.norms()) is not None:
-            self.watch.ledger.put("finite.state", norms)
+        watch = self.watch
+        if (norms := self._state.read() if watch.immediate else self._state.norms()) is not None:
+            watch.ledger.put("finite.state", norms)
 
     def judge(self, seen: Observation) -> Iterable[Finding]:
         """What the host read brought: forward and gradients before the step, parameters and buffers after it."""
@@ -220,14 +224,9 @@ class FiniteGuard(Guard):
             yield from self._at_step.judge(self.watch, self._state, seen, gradients=gradients)
             self._bad_step = self._bad_step or self._at_step.bad
         if seen.skipped:
-            self._skipped += 1
             self._micro_batch = 0
-            if self._skipped == _STUCK_SCALER:
-                yield scaler_stuck(self.watch, self._skipped)
-        elif seen.moment is Moment.BEFORE_STEP:
-            self._skipped = 0
-            self._context.note_loss(seen)
         if seen.moment is Moment.BEFORE_STEP:
+            yield from self._context.note_step(self.watch, seen)
             self._loss = self._batch = None
             self._told = self._told or self._bad_step
             if seen.skipped or not self.watch.immediate:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from gpt_guard.callbacks.blame import Shown
-from gpt_guard.callbacks.finite_words import mask_seen
+from gpt_guard.callbacks.finite_words import mask_seen, scaler_stuck
 from gpt_guard.hooks.watch import Watch
-from gpt_guard.records import Observation
+from gpt_guard.records import Finding, Observation
 
 # A loss that has grown tenfold within the last few steps has run away: the non-finite value is its end, not its cause.
 _RECENT = 6
 _RUN_AWAY = 10.0
+# From its default scale of 65536 a healthy GradScaler is at 1 after 16 skips; a few more and nothing helps.
+_STUCK_SCALER = 20
 
 
 class Context:
@@ -21,6 +24,7 @@ class Context:
 
     def __init__(self) -> None:
         self._masks: set[int] = set()
+        self._skipped = 0
         self._losses: deque[float] = deque(maxlen=_RECENT)
 
     def note_mask(self, watch: Watch, index: int, shown: Shown, here: dict[str, Any]) -> None:
@@ -33,8 +37,13 @@ class Context:
         """The modules that have returned -inf."""
         return [watch.tap.names[index] for index in sorted(self._masks)]
 
-    def note_loss(self, seen: Observation) -> None:
-        """Keep the loss of a step."""
+    def note_step(self, watch: Watch, seen: Observation) -> Iterator[Finding]:
+        """Keep the loss of a step; count those that a GradScaler skips one after the other."""
+        self._skipped = self._skipped + 1 if seen.skipped else 0
+        if self._skipped == _STUCK_SCALER:
+            yield scaler_stuck(watch, self._skipped)
+        if seen.skipped:
+            return
         if seen.loss is not None and math.isfinite(seen.loss):
             self._losses.append(seen.loss)
 

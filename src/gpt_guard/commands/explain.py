@@ -8,12 +8,17 @@ from typing import Annotated, NoReturn
 import typer
 
 from gpt_guard import catalogue
+from gpt_guard.causes import causes
+from gpt_guard.records import LikelyCause
 from gpt_guard.render import block, numbered
 from gpt_guard.symptoms import Symptom, match, symptoms
 
 
 def explain(
-    code: Annotated[str | None, typer.Argument(help="A finding's code, such as GG101; all codes if left out.")] = None,
+    code: Annotated[
+        str | None,
+        typer.Argument(help="A finding's code, such as GG101, or a cause that a replay named; all codes if left out."),
+    ] = None,
     symptom: Annotated[
         str | None, typer.Option(help='What you see, in your own words: "loss does not fall", nan, slow ...')
     ] = None,
@@ -33,6 +38,9 @@ def explain(
             typer.echo(f"{each.code}  {each.severity:<7}  {each.title}")
         return
     asked = code.strip().upper()
+    if (cause := causes().get(asked.lower().replace("-", "_"))) is not None:
+        typer.echo(cause_text(cause))
+        return
     entry = known.get(asked) or known.get(f"GG{asked}")
     if entry is None:
         _leave(f"There is no finding code {code!r}. {_near(asked, list(known))}")
@@ -48,6 +56,11 @@ def explanation(entry: catalogue.Entry) -> str:
         block("next test", entry.next_test) + block("fix", entry.fix),
     ]
     return "\n\n".join("\n".join(part) for part in parts)
+
+
+def cause_text(cause: LikelyCause) -> str:
+    """A cause that a replay has named: what it is, the test that tells it from others, the way out."""
+    return "\n".join([*block("cause", cause.text), *block("next test", cause.test), *block("fix", cause.fix)])
 
 
 def symptom_text(symptom: Symptom) -> str:

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +40,16 @@ _LOCAL = _Local()
 def in_backward() -> bool:
     """Whether autograd is at work in this thread: what runs now was called by a backward, as a recomputation is."""
     return torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def unnoticed() -> Iterator[None]:
+    """No listener is told of a `backward()` in this thread: gpt_guard runs a step again that has been judged."""
+    before, _LOCAL.inside = _LOCAL.inside, True
+    try:
+        yield
+    finally:
+        _LOCAL.inside = before
 
 
 def _around(original: Any, listeners: tuple[BackwardListener, ...], tensors: Any, *args: Any, **kwargs: Any) -> Any:

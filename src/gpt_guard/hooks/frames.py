@@ -8,7 +8,8 @@ from __future__ import annotations
 import linecache
 import os
 import sys
-from types import FrameType
+from collections.abc import Container
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from gpt_guard.hooks.tensors import walk
 from gpt_guard.records import SourceLine
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_CASEBOOK = os.path.join(_OURS, "casebook", "case_")
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _STDLIB = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 # Where packages are installed below the standard library's own folder; Debian has a name of its own.
@@ -36,23 +38,26 @@ def user_line() -> SourceLine | None:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not _is_foreign(file):
-            return _line_of(frame)
+        if not is_foreign(file):
+            return line_of(frame)
         if frame.f_back is None:
             return None
         frame = frame.f_back
     return None
 
 
-def _line_of(frame: FrameType) -> SourceLine:
+def line_of(frame: FrameType) -> SourceLine:
+    """The line at which a frame stands."""
     code = frame.f_code
     text = linecache.getline(code.co_filename, frame.f_lineno, frame.f_globals).strip()
     return SourceLine(file=code.co_filename, line=frame.f_lineno, function=code.co_name, text=text)
 
 
-def _is_foreign(file: str) -> bool:
+def is_foreign(file: str) -> bool:
+    """Whether a file is torch's, the standard library's or gpt_guard's, and so no line of the user's."""
     if file.startswith((_OURS, _TORCH, *_NO_FILE)):
-        return True
+        # The scripts of the casebook stand for the user's.
+        return not file.startswith(_CASEBOOK)
     return file.startswith(_STDLIB) and not any(part in file for part in _PACKAGES)
 
 
@@ -83,6 +88,21 @@ def running_calls() -> list[Call]:
     return found
 
 
+def running_module(among: Container[int]) -> nn.Module | None:
+    """The innermost module that is being called, of those whose id is `among` the given ones; None outside of any.
+
+    Looks into frames of torch's own only: those end with the call, while the copy of its variables that a look leaves
+    in a frame of the user's would hold their batch and its graph for as long as their loop runs.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL and id(module := frame.f_locals["self"]) in among:
+            return module  # type: ignore[no-any-return]  # what torch calls `self` there
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+
+
 def _method_of(frame: FrameType) -> nn.Module | None:
     """The module that a frame runs a method of; a function that is given a module, as `train(model)`, is no method."""
     code = frame.f_code
@@ -96,6 +116,16 @@ def _method_of(frame: FrameType) -> nn.Module | None:
     return first if any(kind.__name__ == owner for kind in type(first).__mro__) else None
 
 
+def runs_in(code: CodeType) -> bool:
+    """Whether a function with this code is running in this thread; looks at no variable."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is code:
+            return True
+    return False
+
+
 class Running(NamedTuple):
     """Where the user's own code of a running module is: the line, and its local variables."""
 
@@ -107,8 +137,8 @@ def inside_of(module: nn.Module) -> Running:
     """The innermost frame of a running module's own code; no line and no variables if it is torch's code."""
     frame = sys._getframe(1)
     while frame is not None:
-        if _method_of(frame) is module and not _is_foreign(frame.f_code.co_filename):
-            return Running(_line_of(frame), dict(frame.f_locals))
+        if _method_of(frame) is module and not is_foreign(frame.f_code.co_filename):
+            return Running(line_of(frame), dict(frame.f_locals))
         if frame.f_back is None:
             break
         frame = frame.f_back
@@ -124,7 +154,7 @@ def passed_from_outside(model: nn.Module, tensor: Tensor) -> bool:
     outside: list[Any] = []
     frame = sys._getframe(1)
     while frame is not None:
-        if _is_foreign(frame.f_code.co_filename) or id(_method_of(frame)) not in modules:
+        if is_foreign(frame.f_code.co_filename) or id(_method_of(frame)) not in modules:
             outside.append(frame.f_locals)
         else:
             # Whatever ran further inside was called by this method.

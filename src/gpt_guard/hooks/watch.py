@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gpt_guard.hooks.capture import NoCapture
 from gpt_guard.hooks.forward import ForwardTap
 from gpt_guard.hooks.gradients import GradNorms
 from gpt_guard.hooks.inspection import Inspection
@@ -48,6 +50,7 @@ class Watch:
         self.immediate = immediate
         self.tap = tap
         self.inspection = Inspection(tap, steps=0) if inspection is None else inspection
+        self.capture = NoCapture()
         self.modes = ModeLog(model)
         self.ledger = Ledger()
         self.submit = submit
@@ -59,6 +62,7 @@ class Watch:
         self.closure = False
         self.grad_norms: GradNorms | None = None
         self.logged: dict[str, float] = {}
+        self.modes_meant: set[str] = set()
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.extra: dict[str, Tensor] = {}
         self.forward_begins: list[Callable[[], None]] = []
@@ -99,6 +103,10 @@ class Watch:
     def name_of(self, tensor: Tensor) -> str | None:
         """The name of a parameter of the model or of an optimizer, or None."""
         return self._names.get(id(tensor))
+
+    def mode_is_meant(self, path: str) -> bool:
+        """Whether a module's mode was declared to be deliberate, by a pattern in `modes_meant`."""
+        return any(fnmatchcase(path, pattern) for pattern in self.modes_meant)
 
     def owner_of(self, parameter: str) -> tuple[str, str | None]:
         """Path and class name of the module that holds a parameter or buffer by this name."""

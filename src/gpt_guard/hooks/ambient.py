@@ -1,0 +1,110 @@
+"""What a forward depends on beside its inputs and weights: random generators, modes, autocast, grad mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Ambient(NamedTuple):
+    """The surroundings of one forward, as plain values and CPU tensors.
+
+    `random` holds generator states by device ("cpu", "cuda:0"), `training` the mode of each module in the order of
+    `model.modules()`, `autocast` whether it is enabled and its dtype by device type.
+    """
+
+    random: dict[str, Tensor]
+    training: tuple[bool, ...]
+    autocast: dict[str, tuple[bool, torch.dtype]]
+    grad: bool
+    inference: bool
+
+
+class Surroundings:
+    """Takes the surroundings of a forward of one model: about 4 µs, no device is read.
+
+    The modules are those that the model had when this was made.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.modules())
+        tensors = (*model.parameters(), *model.buffers())
+        devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+        self._random = [("cpu", torch.default_generator.get_state), *_generators(devices)]
+        self._types = ("cpu", *sorted({device.type for device in devices}))
+
+    def take(self) -> Ambient:
+        """The surroundings as they are now."""
+        return Ambient(
+            self._random_state(),
+            tuple([module.training for module in self._modules]),
+            {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._types},
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+        )
+
+    def _random_state(self) -> dict[str, Tensor]:
+        try:
+            return {name: state() for name, state in self._random}
+        except RuntimeError:
+            # A CUDA graph is being recorded: its generator cannot be read.
+            return {}
+
+
+def _generators(devices: Iterable[torch.device]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    for device in sorted(devices, key=str):
+        module = torch.get_device_module(device)
+        if device.type == "mps":
+            yield str(device), module.get_rng_state
+        elif hasattr(module, "default_generators"):
+            # The generator's own method: `get_rng_state` looks up the device at each call.
+            yield str(device), module.default_generators[device.index or 0].get_state
+        elif hasattr(module, "get_rng_state"):
+            yield str(device), partial(module.get_rng_state, device)
+
+
+def modules_of(model: nn.Module, training: Sequence[bool]) -> list[tuple[nn.Module, bool]]:
+    """Each module with the mode it had; empty if the model has other modules by now."""
+    modules = list(model.modules())
+    return list(zip(modules, training, strict=True)) if len(modules) == len(training) else []
+
+
+@contextmanager
+def surrounded_by(model: nn.Module, ambient: Ambient) -> Iterator[None]:
+    """Inside, everything is as it was for a captured forward; afterwards as it was before, on every way out.
+
+    Generators included. Autocast's cache of cast weights is neither read nor written inside: a weight that overflows
+    in the cast must be seen to do so again, and a cache that the loop is still using must not change.
+    """
+    before = Surroundings(model).take()
+    caching = torch.is_autocast_cache_enabled()
+    try:
+        torch.set_autocast_cache_enabled(False)
+        _set(model, ambient)
+        with torch.inference_mode(ambient.inference), torch.set_grad_enabled(ambient.grad):
+            yield
+    finally:
+        _set(model, before)
+        torch.set_autocast_cache_enabled(caching)
+
+
+def _set(model: nn.Module, ambient: Ambient) -> None:
+    for module, training in modules_of(model, ambient.training):
+        # Not `train()`: a model may do more there, and a listener would note it.
+        module.training = training
+    for kind, (enabled, dtype) in ambient.autocast.items():
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+    for name, state in ambient.random.items():
+        device = torch.device(name)
+        if device.type == "cpu":
+            torch.set_rng_state(state)
+        elif device.type == "mps":
+            torch.mps.set_rng_state(state)
+        elif (namespace := getattr(torch, device.type, None)) is not None and namespace.is_available():
+            namespace.set_rng_state(state, device)

@@ -1,0 +1,91 @@
+"""The gradients that reach the outputs of a model: what the loop does to its loss, whatever it is, in a few tensors.
+
+A hook that waits for one costs about 15 µs in a backward of a small model, so the first backward calls are used to
+learn for which outputs it is needed. For a loss that the model itself returns and backward is called on, none is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpt_guard.hooks.frontier import frontier
+from gpt_guard.hooks.tensors import walk
+
+# GAN loops and schedules of losses alternate: as many backward calls are looked at before a pattern is trusted.
+_LEARN = 4
+
+
+class Arrival:
+    """An output that a gradient can reach: a pre-hook of its node, once it waits.
+
+    On the node and not on the tensor: a pickled tensor would warn of it, and an in-place change made later would
+    move it. `number` is the node's sequence number, by which it is found again without keeping the graph alive.
+    """
+
+    __slots__ = ("gradient", "number", "place", "position")
+
+    def __init__(self, position: str, number: int, place: int) -> None:
+        self.position = position
+        self.number = number
+        self.place = place
+        self.gradient: Tensor | None = None
+
+    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
+        self.gradient = gradients[self.place]
+
+
+def await_gradients(output: Any, positions: Collection[str] | None = None) -> list[Arrival]:
+    """List the tensors of an output that a backward can reach, and wait at those positions, or at all for None."""
+    found: list[Arrival] = []
+    for position, tensor in (("", output),) if type(output) is Tensor else walk(output):
+        node: Any = tensor.grad_fn
+        if node is not None:
+            arrival = Arrival(position, node._sequence_nr(), tensor.output_nr)
+            found.append(arrival)
+            if positions is None or position in positions:
+                node.register_prehook(arrival)
+    return found
+
+
+class Pattern:
+    """Which outputs a loop computes its loss from: learnt anew when a loss comes from elsewhere than ever before."""
+
+    def __init__(self) -> None:
+        self._left = _LEARN
+        self._used: set[str] = set()
+        self.positions: frozenset[str] | None = None
+
+    def backward_begins(self, losses: Sequence[Tensor], calls: Iterable[Sequence[Arrival]]) -> None:
+        """Look at where the losses of a backward come from, while that is not known or nothing waits for it."""
+        if self.positions is None:
+            self._learn(losses, [arrival for arrivals in calls for arrival in arrivals])
+        elif not self.positions and not any(direct(losses, arrivals) for arrivals in calls):
+            self.positions, self._left = None, _LEARN
+
+    def _learn(self, losses: Sequence[Tensor], arrivals: Sequence[Arrival]) -> None:
+        if not any(direct(losses, [arrival]) for arrival in arrivals):
+            first, again = frontier(losses, {arrival.number for arrival in arrivals})
+            self._used |= {arrival.position for arrival in arrivals if arrival.number in (*first, *again)}
+        self._left -= 1
+        if self._left == 0:
+            self.positions = frozenset(self._used)
+
+
+def direct(losses: Sequence[Tensor], arrivals: Iterable[Arrival]) -> Arrival | None:
+    """The output, a single number, that backward is called on itself: its gradient is 1."""
+    if len(losses) != 1 or losses[0].grad_fn is None or losses[0].dim():
+        return None
+    number = losses[0].grad_fn._sequence_nr()
+    return next((arrival for arrival in arrivals if arrival.number == number), None)
+
+
+def gradients_of(arrivals: Sequence[Arrival], losses: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The gradients that have arrived, by position."""
+    found = {arrival.position: arrival.gradient for arrival in arrivals if arrival.gradient is not None}
+    if (itself := direct(losses, arrivals)) is not None and itself.position not in found:
+        found[itself.position] = torch.ones_like(losses[0], requires_grad=False)
+    return found

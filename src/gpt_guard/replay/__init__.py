@@ -1,0 +1,1 @@
+"""Replay: run a failing step again under the microscope, and leave no trace of it."""

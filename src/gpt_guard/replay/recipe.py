@@ -1,0 +1,57 @@
+"""Recipe: a step that can be run again, whether it comes from a loop that is still running or from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from gpt_guard.hooks.ambient import Ambient
+from gpt_guard.records import Finding
+
+
+@dataclass(frozen=True)
+class LossRecipe:
+    """The call of a loss function outside of the model, with the very tensors it was given.
+
+    `gradients` are those that reached what it returned, by position in it ("" for a tensor alone); `calls_model` tells
+    that the forward is part of it, and is run by it.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    ambient: Ambient
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    calls_model: bool = False
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What one forward, and the backward after it, were made of.
+
+    - `args`, `kwargs`: what the model was called with.
+    - `ambient`: generators' states by device, modes in the order of `model.modules()`, autocast, grad mode.
+    - `reached`: positions of the outputs that the loss is computed from, where that is known.
+    - `gradients`: those that reached the model's outputs from outside, by position in what it returned ("[1]" for
+      the second of a tuple, ".loss", "" for a tensor alone); empty if no backward is part of the failure.
+    - `also`: gradients of outputs that lie behind those and that the loss is computed from besides: not to be added.
+    - `finding`: what was found, as a guard said it; None for a step that has not failed.
+    - `loss`: the loss function outside of the model, where Guardian was told of it; never in a file.
+    - `notes`: what is known to differ by now, each as a sentence: a batch or parameters that were written to since.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    ambient: Ambient
+    reached: tuple[str, ...] = ()
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    also: dict[str, Tensor] = field(default_factory=dict)
+    finding: Finding | None = None
+    loss: LossRecipe | None = None
+    notes: tuple[str, ...] = ()
+    step: int = 0
+    micro_batch: int = 0
+    evaluation: bool = False

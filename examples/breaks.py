@@ -200,8 +200,8 @@ def more_dropout(args: argparse.Namespace) -> argparse.Namespace:
     "nan",
     "loop",
     "a NaN is planted in blocks.1.mlp.up.weight at step 30",
-    "FiniteGuard (GG105) should stop the run",
-    "explain GG105",
+    "FiniteGuard (GG105) should stop the run, and leave a bundle from which its last step can be run again",
+    "replay crash-step-000030 --model mini_gpt:MiniGPT",
 )
 def nan_in_a_weight(loop: tuple[ExitStack, MiniGPT]) -> tuple[ExitStack, MiniGPT]:
     stack, model = loop

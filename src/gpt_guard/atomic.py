@@ -29,10 +29,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make the new name last; some systems cannot open a folder, and then the file itself is safe all the same."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)

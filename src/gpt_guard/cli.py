@@ -11,10 +11,12 @@ from typing import Annotated
 
 import typer
 
+from gpt_guard.commands.cases import cases
 from gpt_guard.commands.check import check
 from gpt_guard.commands.checklist import checklist
 from gpt_guard.commands.compare import compare
 from gpt_guard.commands.explain import explain
+from gpt_guard.commands.replay import replay
 
 app = typer.Typer(
     help="Flight instruments for a PyTorch training loop.",
@@ -24,10 +26,12 @@ app = typer.Typer(
 )
 
 
+app.command()(cases)
 app.command()(check)
 app.command()(checklist)
 app.command()(compare)
 app.command()(explain)
+app.command()(replay)
 
 
 def main() -> None:

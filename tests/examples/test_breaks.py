@@ -76,6 +76,19 @@ def test_a_planted_nan_halts_with_exit_code_1(train: Run, tmp_path: Path, capsys
     assert all(weight.isfinite().all() for weight in saved["model_state_dict"].values())
 
 
+def test_the_planted_nan_is_found_again_in_what_the_run_left(
+    train: Run, in_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        train(*ENOUGH, "--break", "nan")
+    shown = capsys.readouterr()
+    assert "crash-step-000030" in shown.err
+    status, out = gpt_guard(*printed(shown.out))
+    assert status == 1
+    assert "blocks.1.mlp.up.weight" in out
+    assert "The same fault at the same place." in out
+
+
 @pytest.mark.parametrize(
     ("name", "families"),
     [
@@ -185,5 +198,5 @@ def test_every_break_says_what_is_broken_what_should_speak_and_what_to_run() -> 
     for name, each in BREAKS.items():
         assert each.what
         assert each.speaks
-        assert each.command.startswith(("check ", "explain "))
+        assert each.command.startswith(("check ", "explain ", "replay "))
         assert name not in QUIET or each.command.startswith("check ")

@@ -63,13 +63,14 @@ class Sink(ABC):
         self.trouble = make_finding(
             "GG905",
             f"{self.name} is silent from here on: {type(error).__name__}: {error}. Training goes on.",
-            likely=[_likely(error)],
+            likely=[likely_cause(error)],
             evidence={"sink": self.name, "error": type(error).__name__},
         )
         _logger.warning(render_short(self.trouble), exc_info=None if isinstance(error, OSError) else error)
 
 
-def _likely(error: Exception) -> str:
+def likely_cause(error: Exception) -> str:
+    """The key of the likeliest cause (GG905) of an output that cannot be written."""
     if not isinstance(error, OSError):
         return "own_sink"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -1,0 +1,213 @@
+"""`gpt_guard.replay`: run the step of a bundle again, in a process that has nothing of the run but its code."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from gpt_guard.blackbox.bundle import Bundle, read_bundle
+from gpt_guard.blackbox.environment import differences, environment_of
+from gpt_guard.blackbox.manifest import FileName
+from gpt_guard.blackbox.paths import plain_path
+from gpt_guard.blackbox.placing import Placing
+from gpt_guard.blackbox.recipe_file import rebuilt
+from gpt_guard.blackbox.weights import put_weights
+from gpt_guard.errors import GuardUsageError
+from gpt_guard.fingerprint.naming import some
+from gpt_guard.hooks.optimizer import unwrap as plain_optimizers
+from gpt_guard.records import Finding
+from gpt_guard.render import WIDTH, clean, render_finding, render_short
+from gpt_guard.replay.outcome import Outcome, with_outcome
+from gpt_guard.replay.recipe import Recipe
+from gpt_guard.replay.rerun import replay_step
+from gpt_guard.replay.target import target_of
+
+DEFAULT_LIMIT_S = 300.0
+"""A person waits for this one; the replay inside of a run has a much shorter limit."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What running a bundle's step again has shown.
+
+    `reproduced` is True where the fault is still there, False where the step runs through without it, None where the
+    replay came to no answer. `finding` is told as the exception tells it, `same` says whether operation and module are
+    those of the bundle. `notes` name what is not as it was when the bundle was written.
+    """
+
+    bundle: Bundle
+    outcome: Outcome
+    finding: Finding
+    reproduced: bool | None
+    same: bool | None
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        told = render_finding(self.finding) if self.reproduced else render_short(self.finding)
+        notes = [textwrap.fill(clean(f"not as recorded: {note}"), WIDTH) for note in self.notes]
+        return "\n\n".join([told, textwrap.fill(clean(self.verdict), WIDTH), *notes])
+
+    @property
+    def verdict(self) -> str:
+        """The answer in one sentence."""
+        if self.reproduced is None:
+            return f"No answer: {self.outcome.text}"
+        if not self.reproduced:
+            return (
+                f"The fault does not show any more. If the code was changed since, it is gone; if it was not: "
+                f"{self.outcome.text}"
+            )
+        place = "The same fault at the same place." if self.same else "A fault at another place than the one recorded."
+        return f"{place} {self.outcome.text}"
+
+
+def replay(
+    bundle: str | os.PathLike[str] | Bundle,
+    model: nn.Module,
+    *,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    buffers: bool = True,
+    limit_s: float | None = DEFAULT_LIMIT_S,
+) -> Replayed:
+    """Load a bundle into a model, in place, and run the step that failed again, operation by operation.
+
+    The model must have the parameters and buffers of the one that failed; where the bundle has no weights, since they
+    were too large for it, those that the model has are used. Nothing in the bundle is executed.
+
+    - `optimizer`: one or several, whose state is loaded too, to go on stepping by hand; the replay needs none.
+    - `loss_fn`: the function that was given to `guardian.watch_loss`, where the loss lies outside of the model.
+    - `args`, `kwargs`: what to call the model with instead of what was recorded.
+    - `buffers`: False keeps the buffers that the model was built with, such as one that was uninitialised and is not.
+    - `limit_s`: seconds, or None for no limit.
+
+    Raises GuardUsageError for a bundle that cannot be used, or that does not fit the model.
+    """
+    if not isinstance(model, nn.Module):
+        raise GuardUsageError(f"model is a {type(model).__name__}, not an nn.Module. Write replay(bundle, model)")
+    opened = bundle if isinstance(bundle, Bundle) else read_bundle(bundle)
+    notes = _load(opened, model, plain_optimizers(optimizer), buffers)
+    recipe = _recipe(opened, model, loss_fn, args, kwargs)
+    if opened.recipe.loss is not None and loss_fn is None:
+        name = opened.recipe.loss.function
+        notes.append(f"the loss function {name} was not run: give it as loss_fn (--loss package.module:function)")
+    notes += differences(opened.environment, environment_of(model))
+    outcome = replay_step(model, recipe, limit_s=limit_s)
+    if recipe.finding is None or target_of(recipe.finding) is None:
+        return _told(opened, recipe, _whole_forward(outcome), notes)
+    if not outcome.reproduced and outcome.decided:
+        # The tensor of the finding is good; a step that fails elsewhere is not mended all the same.
+        elsewhere = replay_step(model, replace(recipe, finding=None), limit_s=limit_s)
+        if (whole := _whole_forward(elsewhere)).reproduced:
+            return _told(opened, recipe, whole, notes)
+    return _told(opened, recipe, outcome, notes)
+
+
+def _whole_forward(outcome: Outcome) -> Outcome:
+    """The answer where not one tensor but the whole forward is the question; what it masks away again is no fault."""
+    operation = outcome.operation
+    if operation is None:
+        return outcome
+    if operation.hidden is not None:
+        masked = f"The forward was run again and ends well: {operation.hidden} masks away what is non-finite in it."
+        return replace(outcome, reproduced=False, text=masked, operation=None)
+    return replace(outcome, text=f"The forward was run again: {operation.shows}")
+
+
+def _load(bundle: Bundle, model: nn.Module, optimizers: Sequence[Optimizer], buffers: bool) -> list[str]:
+    notes: list[str] = []
+    if bundle.has(FileName.MODEL):
+        notes += put_weights(model, bundle.path / FileName.MODEL, bundle.weights(), buffers=buffers)
+    else:
+        notes.append(f"not in the bundle: {bundle.why_absent(FileName.MODEL)}; the model's own weights were used")
+    if optimizers:
+        _load_optimizers(bundle, optimizers)
+    return notes
+
+
+def _load_optimizers(bundle: Bundle, optimizers: Sequence[Optimizer]) -> None:
+    states = bundle.optimizer_states()
+    if len(states) != len(optimizers):
+        raise GuardUsageError(f"{bundle.path} holds the state of {len(states)} optimizers, {len(optimizers)} are given")
+    for optimizer, state in zip(optimizers, states, strict=True):
+        try:
+            optimizer.load_state_dict(state)
+        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+            raise GuardUsageError(
+                f"{type(optimizer).__name__} does not take the state in {bundle.path / FileName.OPTIMIZER}: {error}"
+            ) from error
+
+
+def _recipe(
+    bundle: Bundle,
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+) -> Recipe:
+    _check_recorded(bundle, loss_fn, given=args is not None or kwargs is not None)
+    placing = Placing(model, bundle.environment.get("device", "cpu"), bundle.manifest.devices)
+    tensors = {
+        name: {key: value if name is FileName.RNG else placing.put(value, key) for key, value in content.items()}
+        for name, content in bundle.recipe_tensors().items()
+    }
+    if args is not None or kwargs is not None:
+        tensors[FileName.BATCH] = {"args": tuple(args or ()), "kwargs": dict(kwargs or {})}
+    return rebuilt(bundle.recipe, model, tensors, bundle.modes, loss_fn)
+
+
+def _check_recorded(bundle: Bundle, loss_fn: Callable[..., Any] | None, *, given: bool) -> None:
+    if bundle.recipe.ambient is None:
+        raise GuardUsageError(
+            f"{bundle.path}: no forward was recorded, so there is nothing to run again ({bundle.finding.code} "
+            f"{bundle.finding.title}); finding.json and model.pt show the state it was found in"
+        )
+    if not given and not bundle.has(FileName.BATCH):
+        raise GuardUsageError(
+            f"{bundle.path}: the inputs are not in the bundle ({bundle.why_absent(FileName.BATCH)}); give them: "
+            f"gpt_guard.replay(bundle, model, args=..., kwargs=...)"
+        )
+    holes = [path for path in bundle.manifest.holes if path.startswith(("args[", "kwargs["))]
+    if holes and not given:
+        raise GuardUsageError(
+            f"{bundle.path}: {some(holes)} is no plain data and was left out; give the inputs: "
+            f"gpt_guard.replay(bundle, model, args=..., kwargs=...)"
+        )
+    if loss_fn is not None and bundle.recipe.loss is None:
+        raise GuardUsageError(
+            f"{bundle.path} has no call of a loss function: it is recorded where the run calls "
+            f"guardian.watch_loss(function). What can be run again is the model: leave the loss function out"
+        )
+
+
+def _told(bundle: Bundle, recipe: Recipe, outcome: Outcome, notes: Sequence[str]) -> Replayed:
+    guards = recipe.finding or bundle.finding
+    if target_of(guards) is None:  # the guard itself has seen all that there is to be seen
+        finding = guards.model_copy(update={"replay": outcome.text, "operation": outcome.operation})
+    else:
+        finding = with_outcome(guards, outcome)
+    reproduced = outcome.reproduced if outcome.decided else None
+    same = _same(bundle.finding, finding) if reproduced else None
+    return Replayed(bundle, outcome, finding, reproduced, same, tuple(notes))
+
+
+def _same(recorded: Finding, now: Finding) -> bool:
+    """Whether both name the same operation in the same module; where none was named, the same tensor."""
+    before, after = recorded.operation, now.operation
+    if before is not None and after is not None:
+        return (before.name, before.phase) == (after.name, after.phase) and _path(before.module) == _path(after.module)
+    if after is None or after.kind == "operation":
+        return before is None and _path(recorded.module) == _path(now.module)
+    return after.kind == "input" if recorded.parameter is None else after.name == now.parameter
+
+
+def _path(module: str | None) -> str | None:
+    return None if module is None else plain_path(module)

@@ -1,4 +1,4 @@
-"""fingerprint.json: what the runs in a folder are made of, kept from one run to the next."""
+"""fingerprint.json: what the runs in a folder, or a cache, are made of, kept from one run to the next."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class StampFile(Record):
     config: dict[str, Any] | None = None
 
 
-def read_stamp(folder: Path) -> StampFile | None:
+def read_stamp(folder: Path, name: str = NAME) -> StampFile | None:
     """Return what an earlier run left in this folder, or None. Raises ValueError for a file that is not one."""
-    path = folder / NAME
+    path = folder / name
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ValueError(f"{path} is larger than {MAX_BYTES} bytes")
@@ -38,7 +38,7 @@ def read_stamp(folder: Path) -> StampFile | None:
         raise ValueError(f"{path}: {'.'.join(map(str, first['loc']))} {first['msg']}".replace(":  ", ": ")) from None
 
 
-def write_stamp(folder: Path, stamp: StampFile) -> None:
+def write_stamp(folder: Path, stamp: StampFile, name: str = NAME) -> None:
     """Write the file in one move. Raises OSError where the folder cannot be written."""
-    with replacing(folder / NAME) as stream:
+    with replacing(folder / name) as stream:
         stream.write(stamp.model_dump_json(indent=1).encode("utf-8", "surrogatepass") + b"\n")

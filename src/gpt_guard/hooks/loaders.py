@@ -1,0 +1,105 @@
+"""See which loaders the loop iterates, from which line and how often: one call for each `iter(loader)`."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+
+from gpt_guard.hooks.frames import user_line
+from gpt_guard.hooks.patches import Patch
+from gpt_guard.records import SourceLine
+
+Loader = DataLoader[Any]
+
+
+class LoaderUse:
+    """One loader, and how the loop has used it: begun how often, and in which of those epochs training was seen last.
+
+    Its figures are noted when it is first seen; the loader itself is not kept alive. `workers` are the processes that
+    load, `batches` those of an epoch, None where that is not known; `in_order`: the samples come in the order of the
+    dataset.
+    """
+
+    def __init__(self, loader: Loader, line: SourceLine | None) -> None:
+        self._loader = weakref.ref(loader)
+        self.line = line
+        self.iterations = 0
+        self.trained_in = 0
+        self.batch_size: int | None = loader.batch_size
+        self.workers = loader.num_workers
+        self.batches = _length(loader)
+        self.in_order = _in_order(loader)
+
+    def is_of(self, loader: Loader) -> bool:
+        """Whether this is the use of that loader."""
+        return self._loader() is loader
+
+
+def _in_order(loader: Loader) -> bool:
+    batches = loader.batch_sampler
+    # Beside a batch sampler of the user's own, the loader's sampler is there and not used.
+    if batches is not None and type(batches) is not BatchSampler:
+        return False
+    return type(loader.sampler if batches is None else batches.sampler) is SequentialSampler
+
+
+def _length(loader: Loader) -> int | None:
+    # Asking for the length of a stream would make torch compare it with what comes, and warn.
+    if isinstance(loader.dataset, IterableDataset):
+        return None
+    try:
+        return len(loader)
+    # A dataset or sampler of the user's own may raise anything, a TypeError above all where it has no length.
+    except Exception:
+        return None
+
+
+class LoaderLog:
+    """The loaders that were iterated while this was open; `current` is the last of them."""
+
+    def __init__(self) -> None:
+        self.uses: list[LoaderUse] = []
+        self.current: LoaderUse | None = None
+
+    def open(self) -> None:
+        """Begin to see `iter(loader)` of every loader of torch's kind."""
+        LOADERS.add(self)
+
+    def close(self) -> None:
+        """Stop; may run twice."""
+        LOADERS.remove(self)
+        self.uses.clear()
+        self.current = None
+
+    def iterated(self, loader: Loader) -> None:
+        """A loader begins an epoch."""
+        use = next((each for each in self.uses if each.is_of(loader)), None)
+        if use is None:
+            use = LoaderUse(loader, user_line())
+            self.uses.append(use)
+        use.iterations += 1
+        self.current = use
+
+
+def loaders_with(rows: int) -> Iterator[LoaderUse]:
+    """Loaders that give batches of so many rows, wherever in the process; a pass over all objects, for rare use."""
+    for each in gc.get_objects():
+        # By its type: isinstance may run code of the object.
+        if issubclass(type(each), DataLoader) and getattr(each, "batch_size", None) == rows:
+            yield LoaderUse(each, None)
+
+
+def _iterated(original: Any, listeners: tuple[LoaderLog, ...], loader: Loader) -> Any:
+    for log in listeners:
+        # A loader of the user's own may lack anything that torch's has; it must be iterated all the same.
+        with contextlib.suppress(Exception):
+            log.iterated(loader)
+    return original(loader)
+
+
+LOADERS = Patch(DataLoader, "__iter__", _iterated)

@@ -11,11 +11,14 @@ from torch import Tensor, nn
 
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.base import Stage, Subject
-from gpt_guard.checks.first_loss import ALLOWED_ABOVE, FirstLoss, are_probabilities, cut, first_loss, scale_of_logits
+from gpt_guard.checks.first_loss import cut, first_loss, scale_of_logits
 from gpt_guard.checks.forward import call, takes_targets
 from gpt_guard.checks.loss_lines import batch_shift, judge_form
 from gpt_guard.checks.loss_probe import form_of_loss, project_loss
-from gpt_guard.checks.perturb import probe_ids, quiet
+from gpt_guard.checks.perturb import probe_ids
+from gpt_guard.hooks.first_loss import ALLOWED_ABOVE, FirstLoss
+from gpt_guard.hooks.quiet import quiet
+from gpt_guard.hooks.scores import are_probabilities
 from gpt_guard.records import CheckResult
 from gpt_guard.render import number
 

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from gpt_guard.checks.base import LossFunction, Subject
-from gpt_guard.checks.first_loss import are_probabilities
 from gpt_guard.checks.forward import call
 from gpt_guard.checks.loss_forms import IGNORED, Form, Probe, recognise
 from gpt_guard.checks.output_layer import output_layer
 from gpt_guard.checks.perturb import Forward, probe_ids, repeatable
 from gpt_guard.hooks.preserve import preserved
 from gpt_guard.hooks.random_state import seed_all
+from gpt_guard.hooks.scores import are_probabilities
 
 _ROWS, _LENGTH, _SETS = 3, 7, 3
 _FLAT, _LOUD, _SHARP = 0.5, 2.0, 10.0

@@ -13,7 +13,7 @@ from gpt_guard import catalogue
 from gpt_guard.catalogue import Entry
 from gpt_guard.records import Severity
 
-FAMILIES = ("GG1", "GG2", "GG3", "GG4", "GG5", "GG6", "GG7", "GG9")
+FAMILIES = ("GG1", "GG2", "GG3", "GG4", "GG5", "GG6", "GG7", "GG8", "GG9")
 LONGEST_TITLE = 80
 LONGEST_TEXT = 420
 LONGEST_LINE = 480

@@ -58,7 +58,7 @@ def test_dropping_by_prefix() -> None:
 def test_it_holds_no_graph() -> None:
     ledger = Ledger()
     ledger.put("loss", (torch.ones((), requires_grad=True) * 2).exp())
-    ((_, _, value),) = ledger._waiting
+    (value,) = ledger._waiting[None].values()
     assert value.grad_fn is None
 
 

@@ -7,15 +7,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gpt_guard.cache import cached, stamp_cache, verify_cache
+    from gpt_guard.callbacks.attention_calls import AttentionCalls
+    from gpt_guard.callbacks.autocast import AutocastUse
     from gpt_guard.callbacks.base import Guard
+    from gpt_guard.callbacks.data_watch import DataWatch
     from gpt_guard.callbacks.eval_mode import EvalModeAssert
     from gpt_guard.callbacks.fingerprint import CheckpointFingerprint
     from gpt_guard.callbacks.finite import FiniteGuard
+    from gpt_guard.callbacks.freezing import FreezeInTrain
     from gpt_guard.callbacks.grad_norm import GradNormMonitor
+    from gpt_guard.callbacks.index_calls import IndexCalls
+    from gpt_guard.callbacks.logged_loss import LoggedLoss
     from gpt_guard.callbacks.logged_update import LoggedUpdate
+    from gpt_guard.callbacks.loop_order import LoopOrder
+    from gpt_guard.callbacks.loss_balance import LossBalance, loss_balance
+    from gpt_guard.callbacks.loss_inputs import LossInputs
     from gpt_guard.callbacks.lr import LRTracker
+    from gpt_guard.callbacks.model_probe import ModelProbe
     from gpt_guard.callbacks.param_delta import ParamDeltaProbe
     from gpt_guard.callbacks.replicas import ReplicaSync
+    from gpt_guard.callbacks.tied import TiedWeights
     from gpt_guard.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
     from gpt_guard.checks.asserts import CheckFailed
     from gpt_guard.checks.asserts_checkpoint import assert_checkpoint_roundtrip
@@ -26,6 +38,7 @@ if TYPE_CHECKING:
         assert_eval_deterministic,
         assert_initial_loss,
     )
+    from gpt_guard.checks.asserts_returns import assert_returns
     from gpt_guard.checks.asserts_training import (
         assert_gradients_reach_all,
         assert_overfits,
@@ -34,6 +47,7 @@ if TYPE_CHECKING:
     from gpt_guard.checks.report import PreflightReport
     from gpt_guard.checks.run import check
     from gpt_guard.compare import Change, compare_reports
+    from gpt_guard.data_stages import stages
     from gpt_guard.errors import (
         BlindError,
         CheckpointError,
@@ -53,6 +67,7 @@ if TYPE_CHECKING:
     from gpt_guard.guardian import Guardian
     from gpt_guard.records import Action, CheckResult, Finding, Moment, Observation, Report, Severity
     from gpt_guard.report_file import read_report
+    from gpt_guard.returns import check_returns
     from gpt_guard.runlog import RunLog, read_run
     from gpt_guard.sinks.base import Sink
     from gpt_guard.sinks.console import ConsoleSink
@@ -60,6 +75,8 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Action": "records",
+    "AttentionCalls": "callbacks.attention_calls",
+    "AutocastUse": "callbacks.autocast",
     "BlindError": "errors",
     "Change": "compare",
     "CheckFailed": "checks.asserts",
@@ -68,22 +85,30 @@ _HOME = {
     "CheckpointFingerprint": "callbacks.fingerprint",
     "ConsoleSink": "sinks.console",
     "DataError": "errors",
+    "DataWatch": "callbacks.data_watch",
     "EvalModeAssert": "callbacks.eval_mode",
     "Finding": "records",
     "Fingerprint": "fingerprint",
     "FingerprintMismatch": "errors",
     "FiniteGuard": "callbacks.finite",
+    "FreezeInTrain": "callbacks.freezing",
     "GradNormMonitor": "callbacks.grad_norm",
     "GradientError": "errors",
     "Guard": "callbacks.base",
     "GuardError": "errors",
     "GuardUsageError": "errors",
     "Guardian": "guardian",
+    "IndexCalls": "callbacks.index_calls",
     "JsonlSink": "sinks.jsonl",
     "LRTracker": "callbacks.lr",
     "LoadedCheckpoint": "checkpoint",
+    "LoggedLoss": "callbacks.logged_loss",
     "LoggedUpdate": "callbacks.logged_update",
+    "LoopOrder": "callbacks.loop_order",
+    "LossBalance": "callbacks.loss_balance",
+    "LossInputs": "callbacks.loss_inputs",
     "ModeError": "errors",
+    "ModelProbe": "callbacks.model_probe",
     "Moment": "records",
     "NonFiniteError": "errors",
     "Observation": "records",
@@ -97,6 +122,7 @@ _HOME = {
     "ScheduleError": "errors",
     "Severity": "records",
     "Sink": "sinks.base",
+    "TiedWeights": "callbacks.tied",
     "UpdateError": "errors",
     "assert_batch_independent": "checks.asserts_model",
     "assert_causal": "checks.asserts_model",
@@ -106,20 +132,29 @@ _HOME = {
     "assert_ids_in_range": "checks.asserts_data",
     "assert_initial_loss": "checks.asserts_model",
     "assert_overfits": "checks.asserts_training",
+    "assert_returns": "checks.asserts_returns",
     "assert_roundtrip": "checks.asserts_data",
     "assert_shifted": "checks.asserts_data",
     "assert_step_changes_parameters": "checks.asserts_training",
+    "cached": "cache",
     "check": "checks.run",
+    "check_returns": "returns",
     "compare_reports": "compare",
     "load_checkpoint": "checkpoint",
+    "loss_balance": "callbacks.loss_balance",
     "read_report": "report_file",
     "read_run": "runlog",
     "save_checkpoint": "checkpoint",
+    "stages": "data_stages",
+    "stamp_cache": "cache",
     "tokenizer_digest": "fingerprint",
+    "verify_cache": "cache",
 }
 
 __all__ = [
     "Action",
+    "AttentionCalls",
+    "AutocastUse",
     "BlindError",
     "Change",
     "CheckFailed",
@@ -128,22 +163,30 @@ __all__ = [
     "CheckpointFingerprint",
     "ConsoleSink",
     "DataError",
+    "DataWatch",
     "EvalModeAssert",
     "Finding",
     "Fingerprint",
     "FingerprintMismatch",
     "FiniteGuard",
+    "FreezeInTrain",
     "GradNormMonitor",
     "GradientError",
     "Guard",
     "GuardError",
     "GuardUsageError",
     "Guardian",
+    "IndexCalls",
     "JsonlSink",
     "LRTracker",
     "LoadedCheckpoint",
+    "LoggedLoss",
     "LoggedUpdate",
+    "LoopOrder",
+    "LossBalance",
+    "LossInputs",
     "ModeError",
+    "ModelProbe",
     "Moment",
     "NonFiniteError",
     "Observation",
@@ -157,6 +200,7 @@ __all__ = [
     "ScheduleError",
     "Severity",
     "Sink",
+    "TiedWeights",
     "UpdateError",
     "assert_batch_independent",
     "assert_causal",
@@ -166,16 +210,23 @@ __all__ = [
     "assert_ids_in_range",
     "assert_initial_loss",
     "assert_overfits",
+    "assert_returns",
     "assert_roundtrip",
     "assert_shifted",
     "assert_step_changes_parameters",
+    "cached",
     "check",
+    "check_returns",
     "compare_reports",
     "load_checkpoint",
+    "loss_balance",
     "read_report",
     "read_run",
     "save_checkpoint",
+    "stages",
+    "stamp_cache",
     "tokenizer_digest",
+    "verify_cache",
 ]
 
 

@@ -8,7 +8,7 @@
     ├── ModeError                   GG5xx
     ├── DataError                   GG6xx   data and loss
     ├── CheckpointError             GG7xx
-    │   └── FingerprintMismatch     GG701-GG703   also a ValueError
+    │   └── FingerprintMismatch     GG701-GG703, GG709   also a ValueError
     ├── ProcessError                GG8xx
     ├── BlindError                  GG9xx   what cannot be seen
     └── PreflightError              checks failed before training; `.failed` holds their results
@@ -110,6 +110,7 @@ _FAMILIES: dict[str, type[GuardError]] = {
     "GG701": FingerprintMismatch,
     "GG702": FingerprintMismatch,
     "GG703": FingerprintMismatch,
+    "GG709": FingerprintMismatch,
     "GG8": ProcessError,
     "GG9": BlindError,
 }

@@ -50,8 +50,12 @@ def observe(
     grad_norm = total_norm(norms.values()) if norms else None
     clipped_norm = grad_norm
     if applied is not None:
-        now = _named(applied, readings.pop("grad_norms.applied", []), names)
-        clipped_norm = total_norm(now.values()) if now else None
+        values = readings.pop("grad_norms.applied", [])
+        # Only their total is wanted, unless there are no others.
+        if grad_norm is None or names is not None:
+            now = _named(applied, values, names)
+            values = now.values()
+        clipped_norm = total_norm(values) if values else None
         if grad_norm is None:
             norms, grad_norm = now, clipped_norm
     losses: list[float] = []
@@ -61,28 +65,27 @@ def observe(
             losses.append(readings.pop(name))
         elif name.startswith("lr."):
             lr.append(readings.pop(name))
-    facts |= {
-        "loss": float(sum(losses)) if losses else None,
-        "lr": tuple(lr),
-        "grad_norm": grad_norm,
-        "grad_norm_clipped": clipped_norm,
-        "clipped": _clipped(grad_norm, clipped_norm),
-        "grad_norms": norms,
-        "readings": readings,
-        "metrics": {},
-    }
-    return _with(_BLANK, facts)
+    fields = _BLANK.__dict__ | facts
+    fields["loss"] = float(sum(losses)) if losses else None
+    fields["lr"] = tuple(lr)
+    fields["grad_norm"] = grad_norm
+    fields["grad_norm_clipped"] = clipped_norm
+    fields["clipped"] = _clipped(grad_norm, clipped_norm)
+    fields["grad_norms"] = norms
+    fields["readings"] = readings
+    fields["metrics"] = {}
+    return _made_of(fields)
 
 
 _BLANK = Observation(step=0, moment=Moment.BEFORE_STEP)
 _ALL_FIELDS = set(Observation.model_fields)
 
 
-def _with(seen: Observation, changes: dict[str, Any]) -> Observation:
-    """`seen.model_copy(update=changes)` in a third of its time: it runs twice a step, and checks nothing either."""
+def _made_of(fields: dict[str, Any]) -> Observation:
+    """What `model_copy(update=...)` makes, in a third of its time: it runs twice a step, and checks nothing either."""
     made = Observation.__new__(Observation)
     fill = object.__setattr__
-    fill(made, "__dict__", seen.__dict__ | changes)
+    fill(made, "__dict__", fields)
     fill(made, "__pydantic_fields_set__", _ALL_FIELDS)
     fill(made, "__pydantic_extra__", None)
     fill(made, "__pydantic_private__", None)
@@ -103,13 +106,10 @@ def _clipped(before: float | None, after: float | None) -> bool | None:
 
 def complete(seen: Observation, late: Readings, step_time: float | None) -> Observation:
     """The same observation with what was measured after the step."""
-    return _with(
-        seen,
-        {
-            "moment": Moment.AFTER_STEP,
-            "update_ratio": late.pop("update_ratio", None),
-            "max_update": late.pop("max_update", None),
-            "step_time": step_time,
-            "readings": late,
-        },
-    )
+    fields = seen.__dict__.copy()
+    fields["moment"] = Moment.AFTER_STEP
+    fields["update_ratio"] = late.pop("update_ratio", None)
+    fields["max_update"] = late.pop("max_update", None)
+    fields["step_time"] = step_time
+    fields["readings"] = late
+    return _made_of(fields)

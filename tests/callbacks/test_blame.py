@@ -25,7 +25,7 @@ both = pytest.mark.parametrize("reads", ["immediate", "per_step"])
 def halting(model: nn.Module, optimizer: Any, reads: Reads, **options: Any) -> Iterator[list[Finding]]:
     """A guarded loop that must be halted; the list holds the finding afterwards."""
     found: list[Finding] = []
-    guardian = Guardian(model, optimizer, guards=[FiniteGuard(**options)], sinks=[], reads=reads)
+    guardian = Guardian(model, optimizer, guards=[FiniteGuard(**options)], sinks=[], reads=reads, replay=False)
     with pytest.raises(NonFiniteError) as caught, guardian:
         yield found
     found.append(caught.value.finding)

@@ -235,7 +235,7 @@ def check(found: Finding, fault: Fault, reads: Reads) -> None:
 @pytest.mark.parametrize("inside", [True, False], ids=["guardian first", "fault first"])
 def test_the_right_one_is_named_and_nothing_is_updated(fault: Fault, value: float, reads: Reads, inside: bool) -> None:
     run = Run.new()
-    guardian = Guardian(run.model, run.optimizer, guards=[FiniteGuard()], sinks=[], reads=reads)
+    guardian = Guardian(run.model, run.optimizer, guards=[FiniteGuard()], sinks=[], reads=reads, replay=False)
     first, second = (guardian, broken(run, fault, value)) if inside else (broken(run, fault, value), guardian)
     with pytest.raises(NonFiniteError) as caught, first, second:
         run.train()

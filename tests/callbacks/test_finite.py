@@ -36,7 +36,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor | Non
 
 
 def guarded(model: nn.Module, optimizer: Any, reads: Reads = "immediate", **options: Any) -> Guardian:
-    return Guardian(model, optimizer, guards=[FiniteGuard(**options)], sinks=[], reads=reads)
+    return Guardian(model, optimizer, guards=[FiniteGuard(**options)], sinks=[], reads=reads, replay=False)
 
 
 @dataclass

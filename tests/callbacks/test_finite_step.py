@@ -33,7 +33,7 @@ class Loop:
     def __init__(self, model: Any = None, optimizer: Any = None, **options: Any) -> None:
         self.model = model or net()
         self.optimizer = optimizer or torch.optim.SGD(self.model.parameters(), lr=1e-2)
-        self.guardian = Guardian(self.model, self.optimizer, guards=[FiniteGuard()], sinks=[], **options)
+        self.guardian = Guardian(self.model, self.optimizer, guards=[FiniteGuard()], sinks=[], replay=False, **options)
         self.before: Any = None
 
     def run(
@@ -133,7 +133,7 @@ def test_a_closure_that_spoils_its_gradients_is_stopped_before_the_first_change(
         spoil_one(model, 2)
         return loss
 
-    guardian = Guardian(model, optimizer, guards=[FiniteGuard()], sinks=[], reads=reads)
+    guardian = Guardian(model, optimizer, guards=[FiniteGuard()], sinks=[], reads=reads, replay=False)
     with pytest.raises(NonFiniteError) as caught, guardian:
         optimizer.step(closure)
     assert (caught.value.finding.code, caught.value.finding.parameter) == ("GG104", "2.bias")
@@ -146,7 +146,9 @@ def test_a_scaler_that_skips_is_quiet_and_one_that_is_passed_over_is_not(skip: b
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    guardian = Guardian(model, optimizer, guards=[FiniteGuard()], sinks=[], reads=reads, policy={"error": "warn"})
+    guardian = Guardian(
+        model, optimizer, guards=[FiniteGuard()], sinks=[], reads=reads, replay=False, policy={"error": "warn"}
+    )
     with guardian:
         scaler.scale(model(torch.randn(6, 4)).square().mean()).backward()
         spoil_one(model, 2)

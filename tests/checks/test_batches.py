@@ -15,8 +15,9 @@ from gpt_guard.checks.base import Subject
 from gpt_guard.checks.batches import BatchesStage, same_batch
 from gpt_guard.checks.forward import shifts_inside
 from gpt_guard.checks.run import check
-from gpt_guard.checks.shift import find_shift, loss_shifts
+from gpt_guard.checks.shift import loss_shifts
 from gpt_guard.checks.tokenizers import adapt
+from gpt_guard.hooks.shift import find_shift
 from gpt_guard.records import CheckResult, Severity
 from mini_gpt import MiniGPT, MiniGPTConfig
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpt_guard.checks.perturb import difference, other_ids
+from gpt_guard.checks.perturb import other_ids
 from gpt_guard.checks.report import PreflightReport
 from gpt_guard.checks.run import check
+from gpt_guard.hooks.apart import difference
 
 from .small_gpt import GPT, Attention, C, Convolution, Recurrent, T, V, batch
 from .variants import HEALTHY, Encoder, asked, masked_batch

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpt_guard.checks.first_loss import are_probabilities
 from gpt_guard.checks.loss_forms import Form, Probe, recognise
 from gpt_guard.checks.report import PreflightReport
 from gpt_guard.checks.run import check
+from gpt_guard.hooks.scores import are_probabilities
 
 from .small_gpt import GPT, ShiftsInside, T, V, batch
 from .variants import MoE

@@ -111,6 +111,23 @@ def test_late_evaluations_are_looked_at_too() -> None:
     assert looker.steps == [(0, False), (1, False), (3, True), (3, True)]
 
 
+def test_the_last_of_several_optimizers_has_its_inspected_steps_too() -> None:
+    class Steps(Looker):
+        def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+            self.steps.append((self.watch.index_of(optimizer), self.watch.inspection.active))
+
+    looker = Steps()
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    model = nn.Sequential(first, second)
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (first, second)]
+    with Guardian(model, optimizers, guards=[looker], sinks=[], inspect_steps=2):
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    assert looker.steps == [(0, True), (1, True), (0, True), (1, True), (0, False), (1, False)]
+
+
 def test_a_resumed_run_is_inspected_again() -> None:
     looker = Looker()
     loop = Loop(looker, inspect_steps=1)

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from gpt_guard.hooks.copies import Uncopiable, Uncopied
+from gpt_guard.hooks.frames import runs_in
 from gpt_guard.hooks.reach import reaches
 from gpt_guard.hooks.tensors import walk
 from gpt_guard.hooks.watch import Watch
@@ -18,7 +20,8 @@ class CallLog:
 
     `recorded` and `unrecorded` hold the paths of the modules that were called with and without gradients enabled, in
     order of their first call. Recomputation by activation checkpointing counts: with the reentrant kind, it is the
-    only call that builds a graph. `reach` holds all paths whose calls can be seen: none inside a compiled module.
+    only call that builds a graph, and `reentrant` holds the paths that it ran. `reach` holds all paths whose calls can
+    be seen: none inside a compiled module.
 
     Of a ModuleList some of whose members are never called, `chained` tells whether the others run one after another.
     """
@@ -26,6 +29,7 @@ class CallLog:
     def __init__(self, watch: Watch) -> None:
         self.recorded: dict[str, None] = {}
         self.unrecorded: dict[str, None] = {}
+        self.reentrant: set[str] = set()
         self.reach = frozenset(watch.tap.names)
         self._watch = watch
         self._forwards = 0
@@ -44,6 +48,11 @@ class CallLog:
             self._handles.pop().remove()
         if self._forward_begins in self._watch.forward_begins:
             self._watch.forward_begins.remove(self._forward_begins)
+
+    @property
+    def muted(self) -> bool:
+        """Whether the model is being called by gpt_guard itself."""
+        return self._watch.inspection.functions.muted
 
     def ran(self, path: str) -> bool:
         """Whether the module at this path, or one inside it, was called with a graph."""
@@ -115,8 +124,11 @@ class _CallHook(Uncopied):
         self._module = module
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if module is self._module and not torch.compiler.is_compiling():
+        # A call of gpt_guard's own, to look at the model, is none of the loop's.
+        if module is self._module and not torch.compiler.is_compiling() and not self._log.muted:
             if torch.is_grad_enabled():
                 self._log.note(self._path, args)
-            else:
-                self._log.unrecorded.setdefault(self._path)
+                return
+            self._log.unrecorded.setdefault(self._path)
+            if self._path not in self._log.reentrant and runs_in(CheckpointFunction.forward.__code__):
+                self._log.reentrant.add(self._path)

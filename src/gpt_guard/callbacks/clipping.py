@@ -36,11 +36,12 @@ class Clipping:
         self._steps: deque[tuple[float, float, float | None]] = deque(maxlen=int(window))
         self._taken = 0
         self._said: set[str] = set()
+        self._warned = False
 
     def judge(self, seen: Observation) -> Iterator[Finding]:
         """Yield a finding if nearly all of the last steps were clipped hard, to one and the same norm."""
         before, after = seen.grad_norm, seen.grad_norm_clipped
-        if before is None or after is None or not before < math.inf or Severity.WARNING in self._said:
+        if before is None or after is None or not before < math.inf or self._warned:
             return
         self._steps.append((before, after if seen.clipped else -1.0, seen.loss))
         self._taken += 1
@@ -65,6 +66,7 @@ class Clipping:
             return
         loss = "still falling" if falling else "rising" if rising else "not falling clearly"
         self._said.add(severity)
+        self._warned = Severity.WARNING in self._said
         total = len(self._steps)
         yield finding(
             "GG206",
@@ -95,6 +97,7 @@ class Clipping:
         self._steps.extend((float(before), float(after), loss) for before, after, loss in state["steps"])
         self._taken = len(self._steps)
         self._said = set(state["said"])
+        self._warned = Severity.WARNING in self._said
 
 
 def clearly_falling(losses: Sequence[float | None]) -> bool:

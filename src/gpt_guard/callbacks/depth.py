@@ -41,6 +41,11 @@ class DepthProfile:
         self._ratios: dict[str, list[float]] = {stack.path: [] for stack in self._stacks}
         self._tries = _TRIES * steps * max(1, len(watch.optimizers))
 
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to compare."""
+        return not self._stacks
+
     def judge(self, seen: Observation) -> Iterator[Finding]:
         """Yield one finding for each stack whose median ratio over the first steps is out of bounds."""
         if not self._stacks:

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from gpt_guard.callbacks.base import Guard
-from gpt_guard.callbacks.eval_words import EACH_STEP, ONE_BY_ONE, Suspicion, call, evaluated_in_training
+from gpt_guard.callbacks.eval_graphs import UnusedGraphs
+from gpt_guard.callbacks.eval_spectral import Unestimated
+from gpt_guard.callbacks.eval_unfrozen import BeganInEval
+from gpt_guard.callbacks.eval_words import (
+    EACH_STEP,
+    ONE_BY_ONE,
+    Suspicion,
+    Who,
+    call,
+    evaluated_in_training,
+    trained_in_eval,
+)
 from gpt_guard.callbacks.mode_rhythm import Rhythm
 from gpt_guard.callbacks.mode_sensitive import (
     Sensitive,
     cumulative_norms,
-    described,
     recomputing_statistics,
     sensitive_modules,
     set_one_by_one,
 )
 from gpt_guard.callbacks.settings import patterns
-from gpt_guard.catalogue import finding
 from gpt_guard.hooks.frames import user_line
 from gpt_guard.hooks.watch import Watch
-from gpt_guard.records import Finding, Moment, SourceLine
+from gpt_guard.records import Finding
 
 _LOOK_AGAIN = 100
 
@@ -41,8 +50,6 @@ class EvalModeAssert(Guard):
     - `allow`: patterns of module paths whose mode is deliberate, such as `"*.mc_dropout"` for Monte Carlo dropout, or
       `"backbone.*"` for a frozen part.
     """
-
-    judged_at: ClassVar[frozenset[Moment]] = frozenset({Moment.BEFORE_STEP})
 
     def __init__(self, allow: Iterable[str] = ()) -> None:
         self._allow = patterns("EvalModeAssert", "allow", allow)
@@ -62,6 +69,9 @@ class EvalModeAssert(Guard):
         self._modes: list[bool] | None = None
         self._root_trains = True
         self._trained_modes: list[bool] | None = None
+        self._began = BeganInEval()
+        self._graphs = UnusedGraphs()
+        self._spectral = Unestimated()
         self._in_backward = False
         self._backwards = 0
         self._steps = 0
@@ -70,11 +80,15 @@ class EvalModeAssert(Guard):
         super().attach(watch)
         self._clear()
         self._look()
+        watch.modes_meant.update(self._allow)
         watch.forward_begins.append(self._forward_begins)
+        self._spectral.attach(watch)
 
     def detach(self) -> None:
         if self._watch is not None and self._forward_begins in self._watch.forward_begins:
             self._watch.forward_begins.remove(self._forward_begins)
+            self._quiet_again()
+        self._spectral.detach()
         self._clear()
         super().detach()
 
@@ -83,8 +97,6 @@ class EvalModeAssert(Guard):
         self._modules = [each.module for each in self._sensitive]
         self._cumulative = cumulative_norms(self._sensitive)
         self._modes = self._trained_modes = None
-
-    # What the loop does.
 
     def _forward_begins(self) -> None:
         if self._in_backward:
@@ -97,6 +109,8 @@ class EvalModeAssert(Guard):
         if torch.is_grad_enabled() and not watch.evaluation:
             self._modes = [module.training for module in self._modules]
             self._root_trains = watch.model.training
+            if self._graphs.forward_begins() and self._forward_ended not in watch.forward_ended:
+                watch.forward_ended.append(self._forward_ended)
             return
         training = [each for each in self._sensitive if each.module.training]
         if training:
@@ -125,7 +139,17 @@ class EvalModeAssert(Guard):
     def _suspected(self, training: list[Sensitive]) -> Suspicion:
         return Suspicion(training, self.watch.step, user_line(), inside=self.watch.evaluating)
 
+    def _forward_ended(self, output: Any) -> None:
+        if not self.watch.evaluation:
+            self._graphs.forward_ended(output, self._sensitive)
+
+    def _quiet_again(self) -> None:
+        if self._watch is not None and self._forward_ended in self._watch.forward_ended:
+            self._watch.forward_ended.remove(self._forward_ended)
+
     def before_backward(self, loss: torch.Tensor) -> None:
+        if self._graphs.judge(self.watch, len(self._sensitive)):
+            self._quiet_again()
         if self._in_backward:
             self._clear_suspicion()
         self._in_backward = True
@@ -166,6 +190,7 @@ class EvalModeAssert(Guard):
             self._look()
 
     def finish(self) -> Iterable[Finding]:
+        self._graphs.judge(self.watch, len(self._sensitive))
         known, rhythm = self._suspicion, self._rhythm
         if known is not None and not self._in_backward and (self._backwards or known.calls > 1):
             self._tell(known)
@@ -174,8 +199,6 @@ class EvalModeAssert(Guard):
         elif self._held is not None and rhythm.suspicious:
             self._tell(self._held)
         return ()
-
-    # What is said about it.
 
     def _tell(self, known: Suspicion, why: str = "") -> None:
         if why not in self._meant:
@@ -187,6 +210,8 @@ class EvalModeAssert(Guard):
         modes, self._trained_modes = self._trained_modes, None
         if modes is None:
             return
+        first = self._root_trains and self._all_trained < 0 and not self._trained
+        yield from self._began.judge(self.watch, seen.step, self._sensitive, modes, first=first)
         if all(modes):
             self._all_trained = seen.step
             return
@@ -218,31 +243,12 @@ class EvalModeAssert(Guard):
             yield from self._finding("GG504", step, changed, story, ["part_eval"], who)
 
     def _finding(
-        self,
-        code: str,
-        step: int,
-        off: list[Sensitive],
-        story: str,
-        likely: list[str],
-        who: tuple[str, SourceLine | None] | None = None,
+        self, code: str, step: int, off: list[Sensitive], story: str, likely: list[str], who: Who | None = None
     ) -> Iterable[Finding]:
-        cause = f"{code} {who[1] if who else ''}" if code != "GG504" else f"{code} {off[0].path}"
-        if cause in self._said:
-            return
-        self._said.add(cause)
-        yield finding(
-            code,
-            f"Training step with {len(off)} of {len(self._sensitive)} mode-sensitive modules in eval mode "
-            f"({described(off)}). {story}",
-            likely=likely,
-            step=step,
-            moment=Moment.AFTER_BACKWARD,
-            module=off[0].path,
-            module_class=type(off[0].module).__name__,
-            where=who[1] if who else None,
-            cause_id=cause,
-            evidence={"modules": [each.path for each in off[:50]], "count": len(off)},
-        )
+        found = trained_in_eval(code, step, off, len(self._sensitive), story, likely, who)
+        if found.cause_id not in self._said:
+            self._said.add(str(found.cause_id))
+            yield found
 
     def state_dict(self) -> dict[str, Any]:
         return {"trained": dict(self._trained), "all_trained": self._all_trained, "said": sorted(self._said)}

@@ -17,6 +17,10 @@ EACH_STEP = (
 )
 
 
+Who = tuple[str, SourceLine | None]
+"""The module that `.train()` or `.eval()` was called on, and the line."""
+
+
 @dataclass
 class Suspicion:
     """A forward without gradients while modules were in training mode, not yet known to be an evaluation."""
@@ -64,7 +68,25 @@ def evaluated_in_training(watch: Watch, known: Suspicion, sensitive: int, *, why
     )
 
 
-def call(method: str, who: tuple[str, SourceLine | None]) -> str:
+def trained_in_eval(
+    code: str, step: int, off: list[Sensitive], sensitive: int, story: str, likely: list[str], who: Who | None
+) -> Finding:
+    """GG502, GG503 or GG504: a training step with these modules in eval mode, and how that came."""
+    return finding(
+        code,
+        f"Training step with {len(off)} of {sensitive} mode-sensitive modules in eval mode ({described(off)}). {story}",
+        likely=likely,
+        step=step,
+        moment=Moment.AFTER_BACKWARD,
+        module=off[0].path,
+        module_class=type(off[0].module).__name__,
+        where=who[1] if who else None,
+        cause_id=f"{code} {who[1] if who else ''}" if code != "GG504" else f"{code} {off[0].path}",
+        evidence={"modules": [each.path for each in off[:50]], "count": len(off)},
+    )
+
+
+def call(method: str, who: Who) -> str:
     """Which call set a mode, and where."""
     path, line = who
     target = f"model.{path}.{method}()" if path else f"model.{method}()"

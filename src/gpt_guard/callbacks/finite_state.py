@@ -32,12 +32,13 @@ _TABLES = ("inv_freq", "cos", "sin", "cos_cached", "sin_cached", "freqs", "freqs
 def bad_at_step(watch: Watch, name: str, stats: TensorStats, here: dict[str, Any]) -> Finding:
     """A parameter was bad when the Guardian was entered, still is, and is about to be stepped."""
     when = "It was so when the Guardian was entered, and has a gradient now."
-    return _bad_state(watch, BadState(name, watch.parameters[name], stats, True), when, ["loaded_so"], here)
+    state = BadState(name, watch.parameters[name], stats, True)
+    return _bad_state(watch, state, when, ["loaded_so", "uninitialised"], here)
 
 
 def bad_before_use(watch: Watch, state: BadState, user: str, known: str, here: dict[str, Any]) -> Finding:
     """A parameter or buffer was bad before this forward used it; `known` says how it was when last looked at."""
-    likely = {"entry": ["loaded_so"], "good": ["changed_outside_step"], "unknown": []}[known]
+    likely = {"entry": ["loaded_so", "uninitialised"], "good": ["changed_outside_step"], "unknown": []}[known]
     when = {
         "entry": "It was so when the Guardian was entered.",
         "good": f"It was finite when last measured: something other than optimizer.step() has changed it before step "

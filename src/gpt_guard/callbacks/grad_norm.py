@@ -116,8 +116,8 @@ class GradNormMonitor(Guard):
         super().detach()
 
     def before_backward(self, loss: Tensor) -> None:
-        # Two attributes of the tensor: nothing is read.
-        if loss.grad_fn is None and loss.requires_grad and self._ours(loss):
+        # Two attributes of the tensor: nothing is read. A leaf has no graph.
+        if loss.is_leaf and loss.requires_grad and self._ours(loss):
             self._graphless = True
             self.watch.submit(norm_findings.no_graph(str(tuple(loss.shape)), self.watch.step))
 
@@ -141,9 +141,11 @@ class GradNormMonitor(Guard):
         uncleared = seen.readings.get("grads_uncleared", 0)
         if uncleared >= _UNCLEARED and seen.readings.get("grads_left") and seen.grad_norm_clipped:
             yield norm_findings.uncleared(seen, uncleared)
-        yield from track.scaling.judge(seen)
+        # Of what follows, most is over after the first steps or concerns few loops: those are not called in vain.
+        if track.scaling.concerns(seen):
+            yield from track.scaling.judge(seen)
         backwards, track.backwards = self._backwards - track.backwards, self._backwards
-        if self._missing is not None:
+        if self._missing is not None and not self._missing.settled(seen.optimizer):
             yield from self._missing.judge(seen)
         norm = seen.grad_norm
         if not norm or not seen.grad_norm_clipped or (not backwards and self._without_gradients(seen.optimizer)):
@@ -154,7 +156,7 @@ class GradNormMonitor(Guard):
         # Non-finite norms belong to FiniteGuard; here they only must not enter a history.
         if norm < math.inf:
             yield from self._judge_level(track, seen, norm)
-            if self._depth is not None:
+            if self._depth is not None and not self._depth.finished:
                 yield from self._depth.judge(seen)
             if not track.scaling.told:
                 yield from track.clipping.judge(seen)
@@ -164,6 +166,10 @@ class GradNormMonitor(Guard):
         return self._watch is not None and all(p.grad is None for p in self.watch.held_by(index).values())
 
     def _judge_nothing(self, track: NormTrack, seen: Observation, backwards: int) -> Iterator[Finding]:
+        # LoopOrder names the clipping limit that takes every gradient away.
+        track.clipped_away = track.clipped_away or "clipped_away" in seen.readings
+        if track.clipped_away:
+            return
         track.count_nothing(seen)
         # Easy triplets and rewards that have not come yet make losses of 0 in the first steps.
         patience = _IN_A_ROW if track.trained else _FROM_THE_START

@@ -43,6 +43,12 @@ class HiddenLeaves:
         self._fresh: list[tuple[int, ...]] = []
         self._fresh_walks = 0
 
+    @property
+    def settled(self) -> bool:
+        """Whether enough losses have been looked at, and nothing is suspected: no later loss needs a look."""
+        inspected = self._own_walks >= self._inspect and not self._fresh_walks
+        return inspected and self._still is None and not self._hidden
+
     def before_backward(self, loss: Tensor) -> Iterator[Finding]:
         """Look at a loss, and tell what was suspected some steps ago."""
         if self._hidden:

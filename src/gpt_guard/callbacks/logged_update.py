@@ -94,7 +94,7 @@ class LoggedUpdate(Guard):
             return
         held = self.watch.held_by(self.watch.index_of(optimizer))
         rates = {id(each): float(group["lr"]) for group in optimizer.param_groups for each in group["params"]}
-        trained = {name: each for name, each in held.items() if _ordinary(each) and each.grad is not None}
+        trained = {name: each for name, each in held.items() if each.grad is not None and _ordinary(each, each.grad)}
         products = {name: rates[id(each)] * _grad(each) for name, each in trained.items()}
         self._expected = _figures(products, trained)
         self._waits = self.watch.step
@@ -183,8 +183,10 @@ def is_plain_sgd(optimizer: Optimizer) -> bool:
     )
 
 
-def _ordinary(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.is_floating_point() and not hasattr(tensor, "to_local")
+def _ordinary(*tensors: Tensor) -> bool:
+    return all(
+        each.layout is torch.strided and each.is_floating_point() and not hasattr(each, "to_local") for each in tensors
+    )
 
 
 def _grad(tensor: Tensor) -> Tensor:

@@ -103,7 +103,8 @@ class LRTracker(Guard):
         if not self._looked:
             yield from self._look_for_schedulers()
         yield from self._judge_values(track, seen)
-        yield from self._judge_schedulers(track, seen)
+        if self._views:
+            yield from self._judge_schedulers(track, seen)
         expected = None
         if self._expected is not None and not track.off_schedule:
             expected = self._expected.at(seen.step, len(seen.lr))
@@ -160,8 +161,9 @@ class LRTracker(Guard):
         return [view for view in self._views if view.index == index]
 
     def _judge_zeros(self, track: LRTrack, seen: Observation, *, meant: bool) -> Iterator[Finding]:
-        for view in self._driving(seen.optimizer)[:1]:
-            track.position = view.last
+        if self._views:
+            for view in self._driving(seen.optimizer)[:1]:
+                track.position = view.last
         if any(seen.lr):
             track.zeros, track.was_positive = 0, True
             return

@@ -21,6 +21,7 @@ _SENTENCES = {
     "graph_cut": "ran with gradients enabled, but nothing it computed reached the loss through the graph",
     "unused_parameter": "ran, and other parameters in it got a gradient",
     "no_grad": "ran only with gradients disabled",
+    "reentrant": "ran in a reentrant checkpoint, none of whose inputs requires a gradient",
     "unused_layer": "was never called",
     "skipped_layer": "was never called, while all others of its list ran one after another in every forward",
     "dead_branch": "was never called, although others of its list were",
@@ -56,6 +57,10 @@ class MissingGradients:
     def close(self) -> None:
         """Take the hooks away; may run twice."""
         self._calls.close()
+
+    def settled(self, index: int) -> bool:
+        """Whether nothing is left to judge of this optimizer: each parameter has had a gradient, or was told."""
+        return self._without.get(index) == []
 
     def judge(self, seen: Observation) -> Iterator[Finding]:
         """Yield at most one finding for each optimizer, and one more when patience ends."""
@@ -139,7 +144,7 @@ class MissingGradients:
             works = any(owner == path or owner.startswith(inside) for owner in gradient_paths)
             return "unused_parameter" if works else "graph_cut"
         if path in self._calls.unrecorded:
-            return "no_grad"
+            return "reentrant" if path in self._calls.reentrant else "no_grad"
         if self._skipped(name, least=self._first):
             return "skipped_layer"
         return "dead_branch" if self._conditional(name) else "unused_layer"
@@ -169,7 +174,11 @@ class MissingGradients:
 
     def _cut_place(self, kinds: dict[str, str], owners: set[str]) -> str:
         """Name the modules between which the graph ends, from the order of the calls."""
-        cut = {self._watch.owner_of(name)[0] for name, kind in kinds.items() if kind in ("graph_cut", "no_grad")}
+        cut = {
+            self._watch.owner_of(name)[0]
+            for name, kind in kinds.items()
+            if kind in ("graph_cut", "no_grad", "reentrant")
+        }
         called = list(self._calls.recorded)
         order = [path for path in called if path in cut]
         if not order:

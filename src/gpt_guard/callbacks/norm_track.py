@@ -28,6 +28,7 @@ class NormTrack:
         self.zeros = 0
         self.empty = 0
         self.backwards = 0
+        self.clipped_away = False
         self.factor = 1.0
         self.scaling = Scaling()
 

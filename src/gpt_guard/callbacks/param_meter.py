@@ -14,7 +14,7 @@ from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Observation
 
 
-@dataclass
+@dataclass(slots=True)
 class Measured:
     """One measured step: `columns` once the host has the figures, `verdicts` where suspects were compared exactly."""
 
@@ -96,7 +96,7 @@ class Meter:
         ledger, changes = self._watch.ledger, measured.changes
         if self._watch.immediate:
             # Reading is free here, and a few floats are cheaper on the host than as tensors.
-            vectors = [change.vector.tolist() for change in changes]
+            vectors = [_on_host(change.vector) for change in changes]
             columns = measured.columns = Columns(changes, vectors, len(measured.plan.names))
             ledger.put("update_ratio", columns.ratio)
             ledger.put("max_update", columns.largest)
@@ -105,7 +105,8 @@ class Meter:
         ledger.put("update_ratio", ratio)
         ledger.put("max_update", largest.clone())
         for place, change in enumerate(changes):
-            ledger.put(f"param_delta.{place}", change.vector.clone())
+            vector = change.vector
+            ledger.put(f"param_delta.{place}", vector.clone() if isinstance(vector, Tensor) else vector)
 
     def read(self, seen: Observation) -> Measured | None:
         """What was measured in this step, with its figures; None if nothing was, or the optimizer skipped the step."""
@@ -118,3 +119,8 @@ class Meter:
         if measured.confirmation is not None:
             measured.verdicts = measured.confirmation.verdicts(seen.readings["param_delta.confirmed"])
         return measured
+
+
+def _on_host(vector: Tensor | list[float]) -> list[float]:
+    values: list[float] = vector if isinstance(vector, list) else vector.tolist()
+    return values

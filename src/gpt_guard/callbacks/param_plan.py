@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from operator import is_
+from operator import attrgetter, is_
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from gpt_guard.callbacks.param_sample import Change, local, samplers
 from gpt_guard.hooks.watch import Watch
 
 _NAMED = 5
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def listed(names: Iterable[str], most: int = _NAMED) -> str:
@@ -66,7 +67,8 @@ class Plan:
         self._in_place = type(optimizer).__module__.startswith("torch.optim.")
         self._plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in self.tensors)
         self._pointers = self._addresses()
-        self._samplers = samplers([value for value in values.values() if value is not None], size)
+        measured = [value for value in values.values() if value is not None]
+        self._samplers = samplers(measured, size, immediate=watch.immediate)
 
     def outdated(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer holds other tensors by now, or one has other storage or was frozen; no device work."""
@@ -77,7 +79,7 @@ class Plan:
             params = group["params"]
             if len(params) != len(members) or not all(map(is_, params, members)):
                 return True
-        return self._addresses() != self._pointers or [each.requires_grad for each in self.tensors] != self.trains
+        return self._addresses() != self._pointers or list(map(_REQUIRES_GRAD, self.tensors)) != self.trains
 
     def take(self) -> None:
         """Remember the values before the step."""
@@ -98,7 +100,7 @@ class Plan:
 
     def _addresses(self) -> list[int]:
         if self._plain:
-            return [tensor.data_ptr() for tensor in self.tensors]
+            return list(map(Tensor.data_ptr, self.tensors))
         values = [local(tensor) for tensor in self.tensors]
         return [-1 if value is None else value.data_ptr() for value in values]
 
@@ -120,13 +122,17 @@ class Columns:
     def __init__(self, changes: Sequence[Change], vectors: Sequence[list[float]], count: int) -> None:
         self._groups = [(change.places, vector) for change, vector in zip(changes, vectors, strict=True)]
         self._count = count
+        if len(vectors) == 1:
+            # The usual case, a step of one dtype on one device: nothing to join.
+            moved, self.held, self.largest = vectors[0][-3:]
+        else:
+            moved = math.hypot(*[vector[-3] for vector in vectors])
+            self.held = math.hypot(*[vector[-2] for vector in vectors])
+            self.largest = max([vector[-1] for vector in vectors])
         self.norm = self._column(0)
         halves = any(_has_share(places, vector) for places, vector in self._groups)
         self.share = self._column(2) if halves else self.norm
-        moved = math.hypot(*[vector[-3] for vector in vectors])
-        self.held = math.hypot(*[vector[-2] for vector in vectors])
         self.ratio = moved / self.held if self.held > 0.0 else math.nan
-        self.largest = max([vector[-1] for vector in vectors])
 
     def _column(self, number: int) -> list[float]:
         if len(self._groups) == 1:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from operator import mul
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,8 @@ from torch import Tensor
 _NARROW = 4
 
 
-@dataclass(frozen=True)
-class Change:
-    """What one group of tensors did in a step, still on the device.
+class Change(NamedTuple):
+    """What one group of tensors did in a step: still on the device, or a list where reading is free.
 
     `vector` is 1-D and holds for each of the n tensors at `places` the norm of its change, then the norms of the values
     before; for half types the shares of measured elements that changed follow. Its last three entries are the norms of
@@ -29,7 +28,7 @@ class Change:
     """
 
     places: list[int]
-    vector: Tensor
+    vector: Tensor | list[float]
 
 
 class Rows:
@@ -39,10 +38,13 @@ class Rows:
     zeros that never change: equally long rows let one reduction serve all of them.
     """
 
-    def __init__(self, places: list[int], tensors: Sequence[Tensor], counts: Sequence[bool], size: int) -> None:
+    def __init__(
+        self, places: list[int], tensors: Sequence[Tensor], counts: Sequence[bool], size: int, *, immediate: bool
+    ) -> None:
         first = tensors[0]
         self.places = places
         self._size = size
+        self._immediate = immediate
         self._narrow = first.dtype.itemsize < _NARROW
         self._like = [_layout(tensor) for tensor in tensors]
         self._views = [sample_view(tensor, size) for tensor in tensors]
@@ -65,6 +67,7 @@ class Rows:
         self._shares = self._vector[2 * len(tensors) : -3]
         self._scaled = torch.zeros_like(self._norms)
         self._ends, self._largest = self._vector[-3:-1], self._vector[-1]
+        self._counted: list[float] = []
         self._fresh = True
 
     def _rows(self, buffer: Tensor) -> list[Tensor]:
@@ -97,10 +100,21 @@ class Rows:
             # A matrix that starts at zero (an adapter's second half, a zero-initialised projection) has no ratio yet.
             self._fresh = False
             self._scale *= self._norms[1] > 0
+        torch.linalg.vector_norm(delta, math.inf, out=self._largest)
+        if self._immediate:
+            return Change(self.places, self._finished_on_host())
         torch.mul(self._norms, self._scale, out=self._scaled)
         torch.linalg.vector_norm(self._scaled, 2, 1, out=self._ends)
-        torch.linalg.vector_norm(delta, math.inf, out=self._largest)
         return Change(self.places, self._vector)
+
+    def _finished_on_host(self) -> list[float]:
+        """The vector, its end worked out in Python: a few products cost less there than two more calls of torch."""
+        self._counted = self._counted or self._scale.tolist()
+        vector: list[float] = self._vector.tolist()
+        count = len(self._counted)
+        vector[-3] = math.hypot(*map(mul, vector[:count], self._counted))
+        vector[-2] = math.hypot(*map(mul, vector[count : 2 * count], self._counted))
+        return vector
 
 
 class Full:
@@ -161,8 +175,8 @@ def _alike(like: Sequence[Layout], tensors: Sequence[Tensor | None]) -> list[Ten
     return found if [_layout(tensor) for tensor in found] == list(like) else None
 
 
-def samplers(tensors: Sequence[Tensor], size: int | None) -> list[Sampler]:
-    """One sampler for each device and dtype; `size` None measures all elements."""
+def samplers(tensors: Sequence[Tensor], size: int | None, *, immediate: bool) -> list[Sampler]:
+    """One sampler for each device and dtype; `size` None measures all elements, `immediate` may read the figures."""
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, tensor in enumerate(tensors):
         groups.setdefault((tensor.device, tensor.dtype), []).append(place)
@@ -171,17 +185,20 @@ def samplers(tensors: Sequence[Tensor], size: int | None) -> list[Sampler]:
     for places in groups.values():
         members = [tensors[place] for place in places]
         counts = [bool(tensor.dim() >= 2 or not matrices) for tensor in members]
-        found.append(Full(places, members, counts) if size is None else Rows(places, members, counts, size))
+        if size is None:
+            found.append(Full(places, members, counts))
+        else:
+            found.append(Rows(places, members, counts, size, immediate=immediate))
     return found
 
 
 def overall(changes: Sequence[Change]) -> tuple[Tensor, Tensor]:
     """Update-to-weight ratio over all that counts (NaN without any) and the largest change, as device scalars."""
     if len(changes) == 1:
-        moved, held, largest = changes[0].vector[-3:].unbind()
+        moved, held, largest = torch.as_tensor(changes[0].vector[-3:]).unbind()
         return moved / held, largest
-    device = changes[0].vector.device
-    ends = torch.stack([change.vector[-3:].to(device, torch.float32) for change in changes])
+    vectors = [torch.as_tensor(change.vector[-3:]) for change in changes]
+    ends = torch.stack([vector.to(vectors[0].device, torch.float32) for vector in vectors])
     moved, held = torch.linalg.vector_norm(ends[:, :2], 2, 0)
     return moved / held, ends[:, 2].amax()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.param_plan import listed
-from gpt_guard.callbacks.settings import check_types
+from gpt_guard.callbacks.settings import check_types, patterns
 from gpt_guard.catalogue import finding
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.checksum import checksum
@@ -33,14 +34,15 @@ class ReplicaSync(Guard):
     every `every` steps after them, once before and once after the step. It is not in the default set, since a
     collective that one rank does not join waits for ever. Sharded parameters (FSDP, DTensor) are not replicas and are
     named as not watched. Does nothing where torch.distributed is not initialised or the group has one rank, and says
-    so. `group` is the data-parallel process group; None is the default group.
+    so. `group` is the data-parallel process group; None is the default group. `only` are patterns of parameters: those
+    that a tensor-parallel group holds in common, such as `"*norm*"`; it shares its batches, which are then not compared.
 
     Raises GuardUsageError for counts below 1.
     """
 
     judged_at: ClassVar[frozenset[Moment]] = frozenset({Moment.BEFORE_STEP, Moment.AFTER_STEP})
 
-    def __init__(self, *, first: int = 3, every: int = 100, group: Any = None) -> None:
+    def __init__(self, *, first: int = 3, every: int = 100, group: Any = None, only: Iterable[str] = ()) -> None:
         check_types(ReplicaSync, locals())
         for name, count in (("first", first), ("every", every)):
             if count < 1:
@@ -48,6 +50,7 @@ class ReplicaSync(Guard):
         self._first = first
         self._every = every
         self._group = group
+        self._only = patterns("ReplicaSync", "only", only)
         self._said: set[str] = set()
         self._clear()
 
@@ -59,6 +62,7 @@ class ReplicaSync(Guard):
         self._steps = 0
         self._after_backward: Tensor | None = None
         self._batch = 0
+        self._equal_after = -1
         self._same_batches = 0
         self._due: list[Finding] = []
 
@@ -66,6 +70,8 @@ class ReplicaSync(Guard):
         super().attach(watch)
         self._clear()
         for name, tensor in watch.parameters.items():
+            if self._only and not any(fnmatchcase(name, pattern) for pattern in self._only):
+                continue
             if hasattr(tensor, "to_local"):
                 self._sharded.append(name)
             else:
@@ -120,10 +126,11 @@ class ReplicaSync(Guard):
         gathered = self._gather(torch.cat([self._stack(self._tensors), then, now, batch]))
         count = len(self._names)
         weights, then, now = (gathered[:, part * count : (part + 1) * count] for part in range(3))
-        if not self._steps and (apart := self._apart(weights)):
-            self._due.append(self._weights_apart(apart, weights, "start_apart", "before the first step"))
+        if apart := self._apart(weights):
+            self._due.append(self._weights_apart(apart, weights, *self._since_when()))
         self._due += self._judge_gradients(then, now)
-        self._judge_batch(gathered[:, -1])
+        if not self._only:
+            self._judge_batch(gathered[:, -1])
         self._after_backward, self._batch = None, 0
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -133,6 +140,8 @@ class ReplicaSync(Guard):
             if apart := self._apart(weights):
                 because = "gradients_apart" if self._said & {"GG811", "GG812"} else "optimizer_apart"
                 self._due.append(self._weights_apart(apart, weights, because, "after the step"))
+            else:
+                self._equal_after = self._steps
         self._steps += 1
 
     def judge(self, seen: Observation) -> Iterable[Finding]:
@@ -143,6 +152,15 @@ class ReplicaSync(Guard):
                 yield found
 
     # What is said.
+
+    def _since_when(self) -> tuple[str, str]:
+        """The cause that fits weights which a compared step finds apart, and when that is."""
+        if not self._steps:
+            return "start_apart", "before the first step"
+        steps = self._steps - 1 - self._equal_after
+        if not steps:
+            return "written_apart", "before the step, and were equal after the one before it"
+        return "gradients_apart", f"before the step, and were equal {steps + 1} steps ago; those between were not compared"
 
     def _apart(self, values: Tensor) -> list[int]:
         """Which columns are not the same on all ranks."""

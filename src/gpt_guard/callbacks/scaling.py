@@ -33,6 +33,10 @@ class Scaling:
         self._streak = 0
         self._twice = 0
 
+    def concerns(self, seen: Observation) -> bool:
+        """Whether there is anything to judge, or to forget since the last time there was."""
+        return self._last is not None or "scaler.case" in seen.readings
+
     def judge(self, seen: Observation) -> Iterator[Finding]:
         """Yield at most one finding for each kind of misuse; floats only."""
         case = seen.readings.get("scaler.case")

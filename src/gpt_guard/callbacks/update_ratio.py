@@ -43,7 +43,7 @@ class RatioWatch:
     def judge(self, seen: Observation, weights: int, explained: Callable[[], bool]) -> Iterable[Finding]:
         """Take in one step's ratio over so many weights, and give what is out of bounds and not `explained` yet."""
         ratio = seen.update_ratio
-        if ratio is None or not math.isfinite(ratio) or not seen.lr or not seen.grad_norm:
+        if ratio is None or ratio - ratio != 0.0 or not seen.lr or not seen.grad_norm:
             return ()
         lr = max(seen.lr)
         self._first_loss = seen.loss if self._first_loss is None else self._first_loss

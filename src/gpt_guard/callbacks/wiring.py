@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from gpt_guard.callbacks.aliases import aliases
 from gpt_guard.callbacks.hidden_leaves import HiddenLeaves
+from gpt_guard.callbacks.little_trains import SAID, only_scales
 from gpt_guard.callbacks.param_plan import listed
 from gpt_guard.callbacks.param_still import Still
 from gpt_guard.catalogue import finding
@@ -49,7 +50,8 @@ class Wiring:
         if not loss.requires_grad:
             yield from self._nothing_to_train(Moment.BEFORE_BACKWARD)
             return
-        yield from self._leaves.before_backward(loss)
+        if not self._leaves.settled:
+            yield from self._leaves.before_backward(loss)
 
     # Parameters and optimizers.
 
@@ -95,6 +97,9 @@ class Wiring:
         if held and len(foreign) == len(held):
             yield from self._tell_stale(model, foreign)
             return
+        if SAID not in self._said and (little := list(only_scales(model, watch.step))):
+            self._said.add(SAID)
+            yield from little
         for name, parameter in model.items():
             if id(parameter) in held or not parameter.requires_grad or parameter.grad is None:
                 continue

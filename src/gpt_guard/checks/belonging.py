@@ -17,11 +17,12 @@ from gpt_guard.checkpoint.say import Voice
 from gpt_guard.checkpoint.weights import copy_weights, fit_weights
 from gpt_guard.checks.base import Subject
 from gpt_guard.checks.forms import in_form_of, logits_of, plain_device
-from gpt_guard.checks.perturb import difference, quiet, rounding
 from gpt_guard.errors import CheckpointError, GuardUsageError
 from gpt_guard.fingerprint import Difference, Fingerprint, config_changes, config_dict, tokenizer_digest, unwrap
 from gpt_guard.fingerprint.findings import tokenizer_finding
+from gpt_guard.hooks.apart import difference, rounding
 from gpt_guard.hooks.preserve import preserved
+from gpt_guard.hooks.quiet import quiet
 from gpt_guard.hooks.random_state import seed_all
 from gpt_guard.records import Finding, Severity
 

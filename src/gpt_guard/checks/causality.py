@@ -8,16 +8,18 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from gpt_guard.callbacks.leak_words import likely_rows
 from gpt_guard.catalogue import finding
 from gpt_guard.checks import leaks, rows
 from gpt_guard.checks.base import Stage, Subject
 from gpt_guard.checks.forward import loss_of
 from gpt_guard.checks.leak_finding import look_closer, look_into
-from gpt_guard.checks.leak_words import likely_rows
 from gpt_guard.checks.padding import change_padding
-from gpt_guard.checks.perturb import difference, precise, probe_ids, quiet, repeatable, rounding, vocabulary
+from gpt_guard.checks.perturb import precise, probe_ids, repeatable, vocabulary
 from gpt_guard.checks.special import special_id
+from gpt_guard.hooks.apart import difference, rounding
 from gpt_guard.hooks.preserve import preserved
+from gpt_guard.hooks.quiet import quiet
 from gpt_guard.records import CheckResult, Finding
 from gpt_guard.render import number
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.decoding import last_logits
-from gpt_guard.checks.perturb import across_shapes, quiet
 from gpt_guard.checks.user_generate import UserGenerate
 from gpt_guard.checks.witness import Call, Witness, witnessing
+from gpt_guard.hooks.apart import across_shapes
+from gpt_guard.hooks.quiet import quiet
 from gpt_guard.hooks.random_state import seed_all
 from gpt_guard.records import Finding, Severity
 
@@ -102,6 +103,9 @@ def _compare(
         new = generate(prompt, count, **{**generate.neutral, **options})
     if not seen.draws and not _repeats(model, generate, prompt, count, options, new, seed):
         return Comparison(comparable=False)
+    if new.size(1) > count:
+        text = f"{new.size(1)} new tokens for a prompt of {prompt.size(1)}, where {count} were asked for"
+        return Comparison(int(new.numel()), 0, finding("GG680", text, likely=["too_many"], cause_id="too_many"))
     vocab = _steps_vocab(seen)
     if new.numel() and vocab is not None and not 0 <= int(new.min()) <= int(new.max()) < vocab:
         text = f"generate gives ids from {int(new.min())} to {int(new.max())}, the model has {vocab}"

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functional_call
 
-from gpt_guard.checks.perturb import quiet
 from gpt_guard.checks.raised import user_line
+from gpt_guard.hooks.quiet import quiet
 from gpt_guard.records import SourceLine
 
 _ELSEWHERE = torch.device("lazy:0")

@@ -11,11 +11,12 @@ from gpt_guard.catalogue import finding
 from gpt_guard.checks.base import Stage, Subject
 from gpt_guard.checks.decoding import GREEDY, MODERATE, SETTINGS, Setting, decode
 from gpt_guard.checks.learned import CLEARLY, COPIES, FEWEST, Corpus, Losses, bigram_loss, corpus, held_out_losses
-from gpt_guard.checks.perturb import probe_ids, quiet, vocabulary
+from gpt_guard.checks.perturb import probe_ids, vocabulary
 from gpt_guard.checks.prompts import IGNORED, influence
 from gpt_guard.checks.sampler_lines import CONTEXT, sampler, sampler_lines
 from gpt_guard.checks.samples import Loops, Yardstick, judge_chaos, judge_loops
 from gpt_guard.checks.user_generate import UserGenerate
+from gpt_guard.hooks.quiet import quiet
 from gpt_guard.hooks.random_state import seed_all
 from gpt_guard.records import CheckResult, Severity
 

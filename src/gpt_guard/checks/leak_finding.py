@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from gpt_guard import catalogue
-from gpt_guard.checks.events import Blame
-from gpt_guard.checks.leak_words import distances, likely_future
+from gpt_guard.callbacks.leak_words import distances, likely_future
 from gpt_guard.checks.leaks import Pairs, Suffix, change_suffix, leak_pairs, leaking_module
-from gpt_guard.checks.perturb import Forward, quiet, repeatable, widened
+from gpt_guard.checks.perturb import Forward, repeatable, widened
+from gpt_guard.hooks.quiet import quiet
+from gpt_guard.hooks.traces import Blame
 from gpt_guard.records import Finding
 
 _SOFT = 1e-3

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.checks.events import Blame, at_positions, first_difference, traced
 from gpt_guard.checks.forward import call
-from gpt_guard.checks.perturb import Forward, difference, other_ids, quiet, rounding
+from gpt_guard.checks.perturb import Forward, other_ids
+from gpt_guard.hooks.apart import difference, rounding
+from gpt_guard.hooks.quiet import quiet
+from gpt_guard.hooks.traces import Blame, at_positions, first_difference, traced
 
 SEEDS = 3
 _OFFSETS_FROM = 24

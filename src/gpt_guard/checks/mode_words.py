@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from gpt_guard.callbacks.mode_sensitive import sensitive_modules
-from gpt_guard.checks.events import Blame
+from gpt_guard.hooks.traces import Blame
 
 _KERNEL = 1e-4
 """A difference below this share of the logits' size comes from the order of additions, not from dropout."""

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.checks.perturb import across_shapes, difference, repeatable
+from gpt_guard.checks.perturb import repeatable
 from gpt_guard.fingerprint import unwrap
+from gpt_guard.hooks.apart import across_shapes, difference
 
 _MASK = "attention_mask"
 """The argument that says by 1 which tokens are real (Hugging Face); others exist in either sense: none is guessed."""

@@ -1,4 +1,4 @@
-"""Token ids to ask a model with, ids to put in their place, and what counts as the same answer."""
+"""Token ids to ask a model with, and ids to put in their place."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gpt_guard.checks.base import Subject
 from gpt_guard.checks.forward import call
 from gpt_guard.hooks.preserve import preserved
+from gpt_guard.hooks.quiet import quiet
 from gpt_guard.hooks.random_state import seed_all
 
 ROWS = 3
@@ -18,25 +19,9 @@ LONGEST = 64
 """Rows and positions that are asked about: more show nothing new, and cost of attention grows with their square."""
 _LARGE, _LONGEST_IF_LARGE = 3 * 10**7, 24
 """Parameters from which rows are cut shorter: a model of 124 million then takes half a minute on one core."""
-SAME_SHAPE = 64.0
-"""Roundings allowed between two forwards of one shape. torch promises no bit-equality (its notes on numerical
-accuracy); a leak through an untrained attention layer of width 1000 is a thousand times as large in float32."""
 _HALF = (torch.float16, torch.bfloat16)
 
 Forward = Callable[[Tensor], Tensor]
-
-
-@contextmanager
-def quiet(model: nn.Module) -> Iterator[None]:
-    """Eval mode and no gradient; each module gets its own mode back, also after an exception."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 @contextmanager
@@ -124,35 +109,6 @@ def other_ids(ids: Tensor, vocab: int, generator: torch.Generator, avoid: int | 
         after = torch.where(after == ids, (after + 1) % vocab, after)
         changed = torch.where(changed == avoid, after, changed)
     return changed
-
-
-def difference(one: Tensor, other: Tensor) -> Tensor:
-    """`|one - other|` elementwise, where equal infinities and NaN in both count as equal, NaN in one as infinite."""
-    one, other = one.detach(), other.detach()
-    if one.is_complex():
-        one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
-    if not one.is_floating_point():
-        one, other = one.double(), other.double()
-    apart = (one - other).abs()
-    apart = apart.masked_fill((one == other) | (one.isnan() & other.isnan()), 0.0)
-    return apart.nan_to_num(nan=float("inf"), posinf=float("inf"))
-
-
-def rounding(values: Tensor, roundings: float = SAME_SHAPE) -> float:
-    """How far values of this dtype and size may be apart by rounding alone; reads the device."""
-    if not values.is_floating_point() or not values.numel():
-        return 0.0
-    finite = values.detach().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-    return float(roundings * torch.finfo(values.dtype).eps * finite.abs().max())
-
-
-def across_shapes(values: Tensor) -> float:
-    """The same where the shapes or the places of rows differ: half of the digits, `sqrt(eps)`.
-
-    Kernels are chosen by shape, and their sums run in another order.
-    """
-    eps = torch.finfo(values.dtype).eps if values.is_floating_point() else 1.0
-    return rounding(values, eps**-0.5)
 
 
 def _longest(model: nn.Module | None) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.decoding import last_logits
-from gpt_guard.checks.perturb import quiet
+from gpt_guard.hooks.quiet import quiet
 from gpt_guard.records import Finding, Severity
 
 IGNORED = 0.01

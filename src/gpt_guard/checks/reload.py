@@ -17,10 +17,11 @@ from gpt_guard.checkpoint.say import Voice
 from gpt_guard.checkpoint.weights import copy_weights, fit_weights
 from gpt_guard.checks.forms import in_form_of, logits_of, plain_device
 from gpt_guard.checks.lost import Lost, lost, unsaved
-from gpt_guard.checks.perturb import difference, quiet, rounding
 from gpt_guard.errors import CheckpointError
 from gpt_guard.fingerprint import unwrap
+from gpt_guard.hooks.apart import difference, rounding
 from gpt_guard.hooks.preserve import preserved
+from gpt_guard.hooks.quiet import quiet
 from gpt_guard.hooks.random_state import seed_all
 from gpt_guard.records import Finding
 

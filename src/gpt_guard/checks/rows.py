@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.checks.events import Blame, at_row, everything, first_difference, traced
-from gpt_guard.checks.perturb import Forward, across_shapes, difference, other_ids, rounding
+from gpt_guard.checks.perturb import Forward, other_ids
+from gpt_guard.hooks.apart import across_shapes, difference, rounding
+from gpt_guard.hooks.traces import Blame, at_row, everything, first_difference, traced
 
 
 class Rows(NamedTuple):

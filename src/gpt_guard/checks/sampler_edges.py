@@ -10,16 +10,17 @@ from torch import Tensor, nn
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.decoding import last_logits
 from gpt_guard.checks.faithful import compare
-from gpt_guard.checks.perturb import across_shapes, quiet
 from gpt_guard.checks.raised import user_line
 from gpt_guard.checks.user_generate import Misfit, UserGenerate
 from gpt_guard.checks.witness import BadDraw, witnessing
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.evaluation import evaluation_mode
+from gpt_guard.hooks.apart import across_shapes
+from gpt_guard.hooks.quiet import quiet
 from gpt_guard.hooks.random_state import seed_all
 from gpt_guard.records import Finding
 
-_MISPLACED = ("crop_end", "prompt", "position")
+_MISPLACED = ("crop_end", "prompt", "position", "too_many")
 
 
 class Answer(NamedTuple):

@@ -10,9 +10,10 @@ from gpt_guard.catalogue import finding
 from gpt_guard.checks import sampler_edges as edges
 from gpt_guard.checks.base import Stage, Subject
 from gpt_guard.checks.faithful import compare
-from gpt_guard.checks.perturb import probe_ids, quiet, vocabulary
+from gpt_guard.checks.perturb import probe_ids, vocabulary
 from gpt_guard.checks.raised import raised
 from gpt_guard.checks.user_generate import Misfit, UserGenerate, find_generate
+from gpt_guard.hooks.quiet import quiet
 from gpt_guard.records import CheckResult, Severity
 
 COMPARED = 12

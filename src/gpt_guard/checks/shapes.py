@@ -14,8 +14,9 @@ from gpt_guard.checks.foreign_device import Elsewhere, run_elsewhere
 from gpt_guard.checks.forward import UnknownOutput, call, takes_targets
 from gpt_guard.checks.logit_shape import distinct_sizes, layout_of, widths_of
 from gpt_guard.checks.loss_probe import project_loss
-from gpt_guard.checks.perturb import probe_ids, quiet, vocabulary
+from gpt_guard.checks.perturb import probe_ids, vocabulary
 from gpt_guard.checks.raised import raised
+from gpt_guard.hooks.quiet import quiet
 from gpt_guard.records import CheckResult, Finding
 from gpt_guard.render import number
 

@@ -68,7 +68,7 @@ class UserGenerate:
         return f"model.generate({listed})"
 
     def __call__(self, ids: Tensor, count: int, **options: Any) -> Tensor:
-        """Return the new ids `[B, n]`; fewer than asked where it stops early. Raises Misfit, and what it raises."""
+        """Return the new ids `[B, n]`, fewer than asked where it stops early. Raises Misfit, and what it raises."""
         output = self.method(ids, **{self.count_name: count, **self.fixed, **options})
         if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
             output = output[0]
@@ -139,4 +139,6 @@ def _new_ids(output: Tensor, ids: Tensor, count: int) -> Tensor:
         return output[:, length:]
     if output.size(1) <= count:
         return output
-    return output[:, -count:]  # the prompt may come back cropped
+    # The prompt may come back cropped; what follows is new, were it more than was asked for.
+    kept = next((n for n in range(length, 1, -1) if torch.equal(output[:, :n].to(ids), ids[:, length - n :])), None)
+    return output[:, kept:] if kept is not None else output[:, -count:]

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from gpt_guard.callbacks.mode_sensitive import described, sensitive_modules
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.base import Stage, Subject
-from gpt_guard.checks.events import Blame, everything, first_difference, traced
 from gpt_guard.checks.mode_words import asks_for_mode, likely_noise, unregistered_modules
-from gpt_guard.checks.perturb import difference, other_ids, probe_ids, quiet, repeatable, rounding, vocabulary
+from gpt_guard.checks.perturb import other_ids, probe_ids, repeatable, vocabulary
+from gpt_guard.hooks.apart import difference, rounding
+from gpt_guard.hooks.quiet import quiet
+from gpt_guard.hooks.traces import Blame, everything, first_difference, traced
 from gpt_guard.records import CheckResult, Severity
 from gpt_guard.render import number
 

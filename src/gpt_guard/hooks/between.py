@@ -84,7 +84,8 @@ def _step(node: Any) -> Step:
     name = _name(node)
     origin = getattr(type(node), "_forward_cls", None)
     own = isinstance(node, BackwardCFunction) and not getattr(origin, "__module__", "").startswith("torch.")
-    exponent = getattr(node, "_saved_exponent", None) if name == "Pow" else None
+    # A number is kept as it is; an exponent that is a tensor (PowBackward1) is a saved one, and freed by now.
+    exponent = node._saved_exponent if node.name() == "PowBackward0" else None
     return Step(name, own or name == _MODULE_HOOK, exponent if isinstance(exponent, (int, float)) else None)
 
 

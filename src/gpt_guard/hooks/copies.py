@@ -29,6 +29,8 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 class Uncopied:
     """Base class of hooks, for copies that are made of a hook itself: what comes out does nothing."""
 
+    __slots__ = ()
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Of the standard library, so that a pickle can be read where gpt_guard is not installed.
         return (getattr, (nullcontext, "__exit__"))

@@ -88,7 +88,7 @@ def running_calls() -> list[Call]:
     return found
 
 
-def running_module(among: Container[int]) -> nn.Module | None:
+def running_module(among: Container[int] | None = None) -> nn.Module | None:
     """The innermost module that is being called, of those whose id is `among` the given ones; None outside of any.
 
     Looks into frames of torch's own only: those end with the call, while the copy of its variables that a look leaves
@@ -96,8 +96,10 @@ def running_module(among: Container[int]) -> nn.Module | None:
     """
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _CALL and id(module := frame.f_locals["self"]) in among:
-            return module  # type: ignore[no-any-return]  # what torch calls `self` there
+        if frame.f_code is _CALL:
+            module: nn.Module = frame.f_locals["self"]
+            if among is None or id(module) in among:
+                return module
         if frame.f_back is None:
             return None
         frame = frame.f_back

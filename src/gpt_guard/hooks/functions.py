@@ -19,7 +19,7 @@ from torch.compiler import is_compiling
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
-from gpt_guard.hooks.frames import running_calls, user_line
+from gpt_guard.hooks.frames import running_module, user_line
 from gpt_guard.records import SourceLine
 
 _SOFTMAX = ("input", "dim")
@@ -65,6 +65,20 @@ _KINDS: dict[str, tuple[tuple[Any, str, tuple[str, ...]], ...]] = {
         (Tensor, "masked_fill", _MASK),
         (Tensor, "masked_fill_", _MASK),
     ),
+    "product": (
+        (F, "linear", ("input", "weight", "bias")),
+        (torch, "matmul", ("input", "other")),
+        (Tensor, "matmul", ("input", "other")),
+        (Tensor, "__matmul__", ("input", "other")),
+        (torch, "mm", ("input", "mat2")),
+        (Tensor, "mm", ("input", "mat2")),
+        (torch, "addmm", ("input", "mat1", "mat2")),
+        (torch, "bmm", ("input", "mat2")),
+        (Tensor, "bmm", ("input", "mat2")),
+        (torch, "einsum", ("equation", "input")),
+        (torch, "conv1d", ("input", "weight", "bias")),
+        (torch, "conv2d", ("input", "weight", "bias")),
+    ),
     "reshape": (
         (torch, "reshape", ("input",)),
         (Tensor, "reshape", ("input",)),
@@ -72,6 +86,7 @@ _KINDS: dict[str, tuple[tuple[Any, str, tuple[str, ...]], ...]] = {
         (torch, "flatten", ("input",)),
         (Tensor, "flatten", ("input",)),
     ),
+    "gradient_hook": ((Tensor, "register_hook", ("input",)), (Tensor, "retain_grad", ("input",))),
 }
 
 KINDS = frozenset(_KINDS)
@@ -128,7 +143,7 @@ class FunctionCall:
     @property
     def module(self) -> nn.Module | None:
         """The innermost module whose code is running, or None outside of any; walks the stack."""
-        return next((call.module for call in running_calls()), None)
+        return running_module()
 
     @property
     def name(self) -> str:

@@ -36,7 +36,7 @@ class Inspection:
         self._steps = steps
         self._every = every
         self._step = 0
-        self._training = False
+        self._optimizers = 0
         self._left = 0
         self._since = 0
         self._forwards = 0
@@ -54,17 +54,17 @@ class Inspection:
         """Call `listener` when a stretch of inspected steps is over; also at exit, if it was cut short."""
         self._end.append(listener)
 
-    def open(self, step: int, *, training: bool) -> None:
+    def open(self, step: int, *, optimizers: int) -> None:
         """Begin with the first stretch, after all guards have said what they want to see; without training, none."""
         self.functions.run = self._timed
-        self._step, self._training = step, training
+        self._step, self._optimizers = step, optimizers
         self.restart()
 
     def restart(self, steps: int | None = None) -> None:
         """Inspect the next steps (as many as at the start where None): after a resume, a change, or on demand."""
         count = self._steps if steps is None else steps
         self._evaluations = max(self._evaluations, count)
-        if count <= 0 or not self._training:
+        if count <= 0 or not self._optimizers:
             return
         self._left, self._since = max(self._left, count), 0
         self._forwards = _MOST_FORWARDS * self._left
@@ -82,7 +82,8 @@ class Inspection:
         if self.active:
             self.steps_seen += 1
             self._left -= 1
-            if self._left <= 0:
+            # Others may step after the first of several: the stretch ends with the next forward.
+            if self._left <= 0 and self._optimizers == 1:
                 self._finish()
         elif self._every:
             self._since += 1
@@ -96,7 +97,7 @@ class Inspection:
         """
         if self.active:
             self._forwards -= 1
-            if self._forwards <= 0:
+            if self._forwards <= 0 or self._left <= 0:
                 self._finish()
         elif evaluation and self._evaluations > 0:
             self._evaluations -= 1

@@ -9,13 +9,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._C import _is_tracing
+from torch._C import _is_tracing, _set_grad_enabled
 from torch.compiler import is_compiling
 
 from gpt_guard.hooks.copies import Uncopied
 from gpt_guard.hooks.tensors import kind_of, readable, total, version_of, walk, watchable
 
 _FAST_KINDS = (torch.float32, torch.float64)
+_is_grad_enabled = torch.is_grad_enabled
 
 
 class Tap(Protocol):
@@ -39,12 +40,19 @@ class Tap(Protocol):
 
 
 class Hook(Uncopied):
-    """A module hook that acts for its own module only."""
+    """A module hook that acts for its own module only.
+
+    Between two calls of a hook lies the rest of a training step, and nothing of it is left in the processor's caches.
+    So each object that a call has to fetch counts more than the work: slots keep a hook in one piece.
+    """
+
+    __slots__ = ("_module", "_returned", "index", "tap")
 
     def __init__(self, tap: Tap, index: int, module: nn.Module) -> None:
         self.tap = tap
         self.index = index
         self._module = module
+        self._returned = tap.order.append
 
     def active(self, module: nn.Module) -> bool:
         """Whether to act: for its own module, not during a backward, not while a compiler or torch.jit.trace traces."""
@@ -57,15 +65,22 @@ class EntryNote(Hook):
     Beside it, how many modules had returned: those after it were called from inside.
     """
 
+    __slots__ = ()
+
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self.active(module):
-            first = args[0] if args else None
-            version = version_of(first) if type(first) is Tensor else None
-            self.tap.entered[self.index] = (version, len(self.tap.order))
+        # `active` written out here too: a call less.
+        tap = self.tap
+        if tap.paused or module is not self._module or is_compiling() or _is_tracing():
+            return
+        first = args[0] if args else None
+        version = version_of(first) if type(first) is Tensor else None
+        tap.entered[self.index] = (version, len(tap.order))
 
 
 class InPlaceInput(Hook):
     """Test what an in-place layer is given: afterwards its input is its output, and tells nothing."""
+
+    __slots__ = ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         tap = self.tap
@@ -80,44 +95,69 @@ class InPlaceInput(Hook):
 class OutputTest(Hook):
     """Test an output with one sum; what a child has just returned was tested already."""
 
+    __slots__ = ()
+
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         # `active` written out: a call less on every module.
         tap = self.tap
         if tap.paused or module is not self._module or is_compiling() or _is_tracing():
             return
-        tap.order.append(self.index)
-        if type(output) is Tensor and output.dtype in _FAST_KINDS and output.layout is torch.strided:
+        self._returned(self.index)
+        if type(output) is Tensor:
             if output is tap.last() and version_of(output) == tap.last_version:
                 return
-            try:
-                number = output.detach().sum().item()
-                tap.last_version = output._version
-                tap.last = weakref.ref(output)
-            except RuntimeError:
-                number = measure(tap, self.index, output)
+            number = quick_sum(tap, self.index, output)
             # x - x is 0 for a finite number and NaN otherwise: cheaper than a call of math.isfinite.
             if number - number != 0.0:
                 tap.suspect(self.index, "", output)
-            return
-        for position, tensor in walk(output):
+        elif type(output) is tuple:
+            # Logits and loss, most often: without the general walk.
+            for place, each in enumerate(output):
+                if each is not None:
+                    self._test_parts(tap, each, f"[{place}]")
+        else:
+            self._test_parts(tap, output, "")
+
+    def _test_parts(self, tap: Tap, value: Any, position: str) -> None:
+        for at, tensor in ((position, value),) if type(value) is Tensor else walk(value, position):
             if not tested(tap, tensor):
-                number = measure(tap, self.index, tensor)
+                number = quick_sum(tap, self.index, tensor)
                 if number - number != 0.0:
-                    tap.suspect(self.index, position, tensor)
+                    tap.suspect(self.index, at, tensor)
 
 
 class ReturnNote(Hook):
     """Remember that an ignored module returned, and what: whoever receives it must not be blamed on its caller."""
 
+    __slots__ = ()
+
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self.active(module):
-            self.tap.order.append(self.index)
+            self._returned(self.index)
             self.tap.untested[self.index] = [weakref.ref(tensor) for _, tensor in walk(output)]
 
 
 def tested(tap: Tap, tensor: Tensor) -> bool:
     """Whether this very tensor was the last one tested, and nobody has written to it since."""
     return tensor is tap.last() and version_of(tensor) == tap.last_version
+
+
+def quick_sum(tap: Tap, index: int, tensor: Tensor) -> float:
+    """What `measure` gives, by the shortest way for an ordinary tensor."""
+    if type(tensor) is not Tensor or tensor.dtype not in _FAST_KINDS or tensor.layout is not torch.strided:
+        return measure(tap, index, tensor)
+    # What torch.no_grad() does: making a context, or a detached tensor, takes as long as the sum.
+    graph = _is_grad_enabled()
+    _set_grad_enabled(False)
+    try:
+        number: float = tensor.sum().item()
+        tap.last_version = tensor._version
+    except RuntimeError:
+        return measure(tap, index, tensor)
+    finally:
+        _set_grad_enabled(graph)
+    tap.last = weakref.ref(tensor)
+    return number
 
 
 def measure(tap: Tap, index: int, tensor: Tensor) -> float:

@@ -46,6 +46,10 @@ class ScalerUse:
 
     def backward_ended(self, unit: Tensor | None, *, fresh: bool, state: State) -> None:
         """A backward of ours left gradients that carry `unit`; `fresh` if a loss was scaled just for it."""
+        if unit is None and not self.seen:
+            # Nobody has scaled anything so far: only that this step has had an unscaled backward is worth noting.
+            self._new, self._after_backward = False, state
+            return
         if self._new:
             self._new, self._sure, self._carried = False, True, unit
             self._unscaled.clear()

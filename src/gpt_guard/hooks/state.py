@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.hooks.gradients import fused_norms, ordinary
+from gpt_guard.hooks.gradients import fused_norms, norms_of, ordinary
 from gpt_guard.hooks.tensors import describe, looks_bad, readable, version_of, watchable
 from gpt_guard.records import TensorStats
+
+_VERSION = attrgetter("_version")
 
 
 class _Kept(NamedTuple):
@@ -135,8 +138,7 @@ class StateWatch:
         kept = self._now_kept()
         if kept.alike and not self._buffers:
             self._measured = kept.names
-            with torch.no_grad():
-                return torch._foreach_norm(kept.tensors, 2.0)
+            return norms_of(kept.tensors)
         values: list[Tensor] = []
         self._measured = []
         for name, tensor in self._tensors().items():
@@ -186,7 +188,7 @@ class StateWatch:
 
     def _versions(self) -> list[int]:
         try:
-            return [parameter._version for parameter in self._all]
+            return list(map(_VERSION, self._all))
         except RuntimeError:
             return [version_of(parameter) for parameter in self._all]
 
@@ -197,6 +199,8 @@ class StateWatch:
 
     def buffer_versions(self) -> dict[int, int]:
         """Identity and version of each float buffer now: a forward that writes to one changes either."""
+        if not self._buffers:
+            return {}
         found = (owner.get(key) for owner, key in self._buffers.values())
         return {id(buffer): version_of(buffer) for buffer in found if buffer is not None and buffer.is_floating_point()}
 

@@ -138,9 +138,9 @@ def describe(tensor: Tensor) -> TensorStats | None:
     good = values[finite]
     parts = tensor.is_complex()
     bad = (~finite).any(-1) if parts else ~finite
-    where = bad.nonzero()
-    dense = where.shape[1] == tensor.dim() and bad.shape == tensor.shape
-    rows = where[:, 0].unique() if dense and tensor.dim() else where.new_zeros(0)
+    dense = bad.shape == tensor.shape
+    # Row by row: the places of all bad elements may take more memory than the tensor itself.
+    rows = bad.reshape(len(bad), -1).any(1).nonzero().flatten() if dense and bad.dim() else bad.new_zeros(0)
     return TensorStats(
         shape=tuple(tensor.shape),
         dtype=str(tensor.dtype).removeprefix("torch."),
@@ -151,7 +151,7 @@ def describe(tensor: Tensor) -> TensorStats | None:
         neg_inf=_count(values == -math.inf, parts),
         finite_min=float(good.min()) if good.numel() else None,
         finite_max=float(good.max()) if good.numel() else None,
-        first_bad=tuple(where[0].tolist()) if dense else None,
+        first_bad=(*rows[:1].tolist(), *(bad[rows[0]] if bad.dim() else bad).nonzero()[0].tolist()) if dense else None,
         bad_rows=tuple(rows[:5].tolist()),
         bad_row_count=rows.numel(),
     )

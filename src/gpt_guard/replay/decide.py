@@ -124,7 +124,7 @@ def _by_moving(op: Op, bound: dict[str, Any], tainted: list[Read], result: Resul
     if not isinstance(moved, Tensor) or moved.shape != result.tensor.shape:
         return None
     owner = moved.to(torch.uint8)
-    present = [number for number in owner.unique().tolist() if number]
+    present = [place for place in range(1, 1 + len(origins)) if bool((owner == place).any())]
     return Whose(tuple(origins[number - 1] for number in present), _renumbered(owner, present)) if present else None
 
 

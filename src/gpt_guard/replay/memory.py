@@ -205,8 +205,11 @@ def _owned(cell: _Cell, tensor: Tensor) -> tuple[Origin, ...]:
     """Of several origins, those of the elements that are bad in a view; none where it is not known for each."""
     if cell.owner is None or tensor.layout is not torch.strided:
         return ()
-    numbers = _seen_as(cell.owner, tensor)[~torch.isfinite(tensor.detach())].unique().tolist()
-    return tuple(cell.owners[number - 1] for number in numbers if number) if 0 not in numbers else ()
+    bad = ~torch.isfinite(tensor.detach())
+    owner = _seen_as(cell.owner, tensor)
+    if bool(((owner == 0) & bad).any()):
+        return ()
+    return tuple(origin for place, origin in enumerate(cell.owners, 1) if bool(((owner == place) & bad).any()))
 
 
 def _pass_by(cell: _Cell) -> None:

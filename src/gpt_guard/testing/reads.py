@@ -105,7 +105,7 @@ def _is_read(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> boo
 def _nearest_of_ours() -> FrameType | None:
     """The frame of gpt_guard, or of a guard's method wherever it is written, that asked torch for it, or None."""
     frame: FrameType | None = sys._getframe(1)
-    nearest = True
+    nearest, inside = True, None
     while frame is not None:
         code = frame.f_code
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
@@ -113,13 +113,19 @@ def _nearest_of_ours() -> FrameType | None:
             pass
         elif code.co_filename.startswith(_PACKAGE):
             # Further out it stands around code of the user's own: a closure, a function that autograd calls.
-            return frame if nearest and not _asked_for(frame) else None
+            return frame if nearest and not _asked_for(frame) and not _stands_around(frame, inside) else None
         elif isinstance(first, Guard):
             return frame
         else:
             nearest = False
-        frame = frame.f_back
+        inside, frame = frame, frame.f_back
     return None
+
+
+def _stands_around(frame: FrameType, inside: FrameType | None) -> bool:
+    """Whether a patch of ours only calls the function of torch that it replaces: what that one does is the loop's."""
+    original = frame.f_locals.get("original")
+    return inside is not None and getattr(original, "__code__", None) is inside.f_code
 
 
 def _asked_for(frame: FrameType | None) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from gpt_guard.checks.perturb import difference, rounding
+from gpt_guard.hooks.apart import difference, rounding
 from gpt_guard.hooks.tensors import walk
 from gpt_guard.records import SourceLine
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from gpt_guard.checks.events import Blame
+from gpt_guard.hooks.traces import Blame
 
 _SMALL = 1e-2
 """A change by the future below this share of one by the past is what gets past a mask; without one they are alike."""
@@ -53,7 +53,7 @@ def _future_by_kind(module: nn.Module) -> list[str]:
     if isinstance(module, _ATTENTION):
         return ["no_mask", "mask_sense"]
     name = type(module).__name__.lower()
-    if any(word in name for word in _ROUTING):
+    if is_router(module):
         return ["routing"]
     if "norm" in name:
         return ["norm_over_time"]
@@ -67,7 +67,7 @@ def likely_rows(model: nn.Module, blame: Blame | None, how: str) -> list[str]:
     if how == "moved":
         return ["row_index", "capacity"] if not _routes(blame) else ["capacity", "row_index"]
     if blame is None:
-        return ["capacity"] if any(_is_router(module) for module in model.modules()) else []
+        return ["capacity"] if any(is_router(module) for module in model.modules()) else []
     module = blame.module
     if isinstance(module, _BatchNorm):
         return ["batch_norm"]
@@ -84,11 +84,14 @@ def likely_rows(model: nn.Module, blame: Blame | None, how: str) -> list[str]:
 
 
 def _routes(blame: Blame | None) -> bool:
-    return blame is not None and _is_router(blame.module)
+    return blame is not None and is_router(blame.module)
 
 
-def _is_router(module: nn.Module) -> bool:
-    return any(word in type(module).__name__.lower() for word in _ROUTING)
+def is_router(module: nn.Module) -> bool:
+    """Whether a module, by its name or by those of its parts, sends tokens to experts."""
+    parts = (name.lower() for name, _ in module.named_children())
+    named = any(word in type(module).__name__.lower() for word in _ROUTING)
+    return named or any("expert" in name or "router" in name for name in parts)
 
 
 def distances(pairs: Pairs, length: int) -> str:

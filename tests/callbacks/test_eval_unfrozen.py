@@ -1,0 +1,119 @@
+"""A part that began in eval mode, and a call of .train() that reaches it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gpt_guard.callbacks.eval_mode import EvalModeAssert
+from gpt_guard.guardian import Guardian
+from gpt_guard.records import Finding
+
+
+class Tuned(nn.Module):
+    """A pretrained part and a new head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.back = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.1))
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.back(x))
+        return logits
+
+
+def run(model: Tuned, after: Callable[[Tuned], object], **options: object) -> tuple[Finding, ...]:
+    """Six steps; after the third the model is evaluated, and `after` sets its mode."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    guards = [EvalModeAssert(allow=str(options["allow"]) if "allow" in options else ())]
+    with Guardian(model, optimizer, guards=guards, sinks=[]) as guardian:
+        for step in range(6):
+            optimizer.zero_grad()
+            F.cross_entropy(model(torch.randn(8, 4)), torch.randint(2, (8,))).backward()
+            optimizer.step()
+            if step == 2:
+                model.eval()
+                with torch.no_grad():
+                    model(torch.randn(8, 4))
+                after(model)
+    return guardian.findings
+
+
+def frozen() -> Tuned:
+    model = Tuned()
+    model.back.eval().requires_grad_(False)
+    return model
+
+
+def kept_statistics() -> Tuned:
+    model = Tuned()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.eval()
+    return model
+
+
+def blanket(model: Tuned) -> None:
+    model.train()
+
+
+def restore(model: Tuned) -> None:
+    model.train()
+    model.back.eval()
+
+
+def unfreeze(model: Tuned) -> None:
+    model.requires_grad_(True)
+    model.train()
+
+
+@pytest.mark.parametrize("make", [frozen, kept_statistics])
+def test_a_blanket_train_is_told_with_its_line(make: Callable[[], Tuned]) -> None:
+    (found,) = run(make(), blanket)
+    assert (found.code, found.step, found.module) == ("GG506", 3, "back.1")
+    assert "model.train() was called" in found.seen
+    assert found.where is not None
+    assert found.where.text == "model.train()"
+    assert found.evidence["statistics"] == 1
+    assert ("parameters are frozen" in found.seen) == (make is frozen)
+
+
+def part_again(model: Tuned) -> None:
+    restore(model)
+    model.back.train()
+
+
+def rest_alone(model: Tuned) -> None:
+    model.head.train()
+    model.training = True
+
+
+@pytest.mark.parametrize("after", [restore, unfreeze, part_again, rest_alone])
+def test_what_is_meant_is_silent(after: Callable[[Tuned], object]) -> None:
+    assert run(frozen(), after) == ()
+
+
+def test_statistics_that_were_never_kept_are_silent() -> None:
+    assert run(Tuned(), blanket) == ()
+
+
+def test_a_part_whose_mode_is_allowed_is_silent() -> None:
+    assert run(frozen(), blanket, allow="back.*") == ()
+
+
+def test_each_module_keeps_its_mode_inside_of_evaluating() -> None:
+    model = frozen()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with Guardian(model, optimizer, guards=[EvalModeAssert()], sinks=[]) as guardian:
+        for _ in range(4):
+            optimizer.zero_grad()
+            F.cross_entropy(model(torch.randn(8, 4)), torch.randint(2, (8,))).backward()
+            optimizer.step()
+            with guardian.evaluating():
+                model(torch.randn(8, 4))
+    assert guardian.findings == ()

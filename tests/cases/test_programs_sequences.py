@@ -1,0 +1,286 @@
+"""Programs on sequences with padding train under every default guard without a word."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
+
+from .conftest import Guarded
+from .programs import STEPS, learned, phrases
+
+PAD, START, END = 0, 1, 2
+VOCABULARY, WIDTH = 12, 32
+
+
+class Positions(nn.Module):
+    """Sines, added to what comes in; time first or batch first."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        place = torch.arange(32)[:, None]
+        speed = torch.exp(torch.arange(0, WIDTH, 2) * (-math.log(10000.0) / WIDTH))
+        table = torch.zeros(32, WIDTH)
+        table[:, 0::2], table[:, 1::2] = torch.sin(place * speed), torch.cos(place * speed)
+        self.register_buffer("table", table)
+        self.dropout = nn.Dropout(0.1)
+        self.batch_first = batch_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        added = self.table[: x.size(1)] if self.batch_first else self.table[: x.size(0), None]
+        output: Tensor = self.dropout(x + added)
+        return output
+
+
+class Translator(nn.Module):
+    """An encoder and a decoder, both with masks for padding; time first where not said otherwise."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.transformer = nn.Transformer(WIDTH, 2, 1, 1, 64, dropout=0.1, batch_first=batch_first)
+        self.source, self.target = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(VOCABULARY, WIDTH)
+        self.positions, self.generator = Positions(batch_first), nn.Linear(WIDTH, VOCABULARY)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        time = 1 if self.transformer.batch_first else 0
+        ahead = nn.Transformer.generate_square_subsequent_mask(target.size(time)) < 0
+        here, there = (source == PAD, target == PAD) if time else ((source == PAD).T, (target == PAD).T)
+        output = self.transformer(
+            self.positions(self.source(source) * math.sqrt(WIDTH)),
+            self.positions(self.target(target) * math.sqrt(WIDTH)),
+            tgt_mask=ahead,
+            src_key_padding_mask=here,
+            tgt_key_padding_mask=there,
+            memory_key_padding_mask=here,
+        )
+        logits: Tensor = self.generator(output)
+        return logits
+
+
+def translated(ids: Tensor, lengths: Tensor) -> Tensor:
+    """Each id becomes the next one, in a frame of start and end: `[B, T + 2]`."""
+    rows = [
+        torch.cat([torch.tensor([START]), (row[:n] - 2) % 9 + 3, torch.tensor([END])]) for row, n in zip(ids, lengths)
+    ]  # noqa: B905, E501
+    return pad_sequence(rows, batch_first=True, padding_value=PAD)
+
+
+@pytest.mark.parametrize("batch_first", [False, True], ids=["time first", "batch first"])
+def test_translation(guarded: Guarded, batch_first: bool) -> None:
+    model = Translator(batch_first)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, betas=(0.9, 0.98), eps=1e-9)
+    criterion = nn.CrossEntropyLoss(ignore_index=PAD)
+    losses = []
+
+    def batch() -> tuple[Tensor, Tensor]:
+        ids, lengths = phrases(16, VOCABULARY)
+        target = translated(ids, lengths)
+        return (ids, target) if batch_first else (ids.T, target.T)
+
+    with guarded(model, optimizer):
+        for step in range(STEPS):
+            source, target = batch()
+            given, wanted = (target[:, :-1], target[:, 1:]) if batch_first else (target[:-1], target[1:])
+            logits = model(source, given)
+            loss = criterion(logits.reshape(-1, VOCABULARY), wanted.reshape(-1))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            if step % 100 == 99:
+                model.eval()
+                with torch.no_grad():
+                    source, target = batch()
+                    said = target[:, :1] if batch_first else target[:1]
+                    for _ in range(3):
+                        logits = model(source, said)
+                        best = (logits[:, -1:] if batch_first else logits[-1:]).argmax(-1)
+                        said = torch.cat([said, best], 1 if batch_first else 0)
+                model.train()
+    learned(losses)
+
+
+def test_masked_tokens(guarded: Guarded) -> None:
+    """Fifteen per cent are to be guessed: most are replaced by a mask, some by another token, some by nothing."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.positions = nn.Embedding(VOCABULARY + 1, WIDTH, padding_idx=PAD), Positions(True)
+            layer = nn.TransformerEncoderLayer(
+                WIDTH, 2, 64, dropout=0.1, activation="gelu", batch_first=True, norm_first=True
+            )
+            self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
+            self.head = nn.Linear(WIDTH, VOCABULARY + 1)
+
+        def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+            x = self.encoder(self.positions(self.embed(ids)), src_key_padding_mask=ids == PAD)
+            logits = self.head(x)
+            return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100), logits
+
+    model = Masked()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
+    losses = []
+    with guarded(model, optimizer):
+        for _ in range(STEPS):
+            lengths = torch.randint(8, 17, (16, 1))
+            ids = 3 + (torch.randint(9, (16, 1)) + torch.arange(16)) % 9
+            ids = ids.masked_fill(torch.arange(16) >= lengths, PAD)
+            guessed = (torch.rand(ids.shape) < 0.15) & (ids != PAD)
+            labels = ids.masked_fill(~guessed, -100)
+            given = ids.clone()
+            given[guessed & (torch.rand(ids.shape) < 0.8)] = VOCABULARY
+            swapped = guessed & (given != VOCABULARY) & (torch.rand(ids.shape) < 0.5)
+            given[swapped] = torch.randint(3, VOCABULARY, (int(swapped.sum()),))
+            loss, _ = model(given, labels)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            losses.append(loss.item())
+    learned(losses, 0.85)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_class_of_a_sequence(guarded: Guarded, nested: bool) -> None:
+    """Whether a phrase has a certain word; the mean over what is no padding, in validation through the fused path."""
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.positions = nn.Embedding(VOCABULARY, WIDTH, padding_idx=PAD), Positions(True)
+            layer = nn.TransformerEncoderLayer(WIDTH, 2, 64, dropout=0.1, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested)
+            self.head = nn.Linear(WIDTH, 1)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.encoder(self.positions(self.embed(ids)), src_key_padding_mask=ids == PAD)
+            real = (ids != PAD)[:, : x.size(1), None].float()
+            logits: Tensor = self.head((x * real).sum(1) / real.sum(1)).squeeze(-1)
+            return logits
+
+    model = Classifier()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    losses = []
+    with guarded(model, optimizer):
+        for step in range(STEPS):
+            ids, _ = phrases(16)
+            loss = F.binary_cross_entropy_with_logits(model(ids), (ids == 5).any(1).float())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            if step % 50 == 49:
+                model.eval()
+                with torch.no_grad():
+                    ids, _ = phrases(16)
+                    (model(ids).sigmoid() > 0.5).float().mean()
+                model.train()
+    learned(losses)
+
+
+def test_packed_sequences(guarded: Guarded) -> None:
+    """Tags for each word; what pads is ignored by the loss."""
+
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(VOCABULARY, 16, padding_idx=PAD)
+            self.rnn = nn.GRU(16, 16, batch_first=True, bidirectional=True)
+            self.head = nn.Linear(32, 3)
+
+        def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+            packed = pack_padded_sequence(self.embed(ids), lengths, batch_first=True, enforce_sorted=False)
+            output, _ = pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
+            tags: Tensor = self.head(output)
+            return tags
+
+    model = Tagger()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    with guarded(model, optimizer):
+        for _ in range(STEPS):
+            ids, lengths = phrases(16)
+            tags = (ids % 3).masked_fill(ids == PAD, -100)
+            logits = model(ids, lengths)
+            loss = F.cross_entropy(logits.transpose(1, 2), tags[:, : logits.size(1)])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    learned(losses)
+
+
+def heard(ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Each id held for two to four frames of noise: `[T, B, features]` and how many frames each row has."""
+    rows = []
+    for row, length in zip(ids, lengths.tolist(), strict=True):
+        said = row[:length] - 2
+        frames = F.one_hot(said.repeat_interleave(torch.randint(2, 5, (length,))), 10).float()
+        rows.append(frames + 0.1 * torch.randn_like(frames))
+    return pad_sequence(rows), torch.tensor([len(row) for row in rows])
+
+
+def test_connectionist_temporal_classification(guarded: Guarded) -> None:
+    class Listener(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.LSTM(10, 24, bidirectional=True), nn.Linear(48, 10)
+
+        def forward(self, frames: Tensor) -> Tensor:
+            return F.log_softmax(self.head(self.rnn(frames)[0]), dim=-1)
+
+    model = Listener()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    criterion = nn.CTCLoss(blank=0, zero_infinity=True)
+    losses = []
+    with guarded(model, optimizer):
+        for _ in range(STEPS):
+            ids, lengths = phrases(8, longest=5)
+            frames, frame_lengths = heard(ids, lengths)
+            said = (ids - 2).clamp(min=0)
+            loss = criterion(model(frames), said, frame_lengths, lengths)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 5.0)
+            optimizer.step()
+            losses.append(loss.item())
+    learned(losses)
+
+
+def epochs(rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Sums of sequences of 70, in batches of 16: the last one has six rows."""
+    x = torch.rand(70, 6, 1)
+    for _ in range(rows):
+        for part in x[torch.randperm(70)].split(16):
+            yield part, part.sum(1)
+
+
+def test_accumulation_whose_last_part_is_smaller(guarded: Guarded) -> None:
+    """Three batches to a step; at the end of an epoch what is left makes a step of its own."""
+    model = nn.GRU(1, 16, batch_first=True)
+    head = nn.Linear(16, 1)
+    whole = nn.ModuleDict({"rnn": model, "head": head})
+    optimizer = torch.optim.Adam(whole.parameters(), lr=1e-2)
+    losses = []
+    with guarded(whole, optimizer):
+        for epoch in range(STEPS // 2):
+            batches = list(epochs(1))
+            for number, (x, y) in enumerate(batches):
+                loss = F.mse_loss(head(model(x)[0][:, -1]), y)
+                together = min(3, len(batches) - number // 3 * 3)
+                (loss / together).backward()
+                if number % 3 == 2 or number == len(batches) - 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    losses.append(loss.item())
+            assert epoch >= 0
+    learned(losses)

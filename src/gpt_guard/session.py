@@ -95,6 +95,7 @@ class Session:
         watch.tap.finish_setup()
         undo.callback(watch.inspection.close)
         watch.inspection.on_end(self._note_inspection)
+        watch.inspection.rouse(self.roster.wake, self.roster.rest)
         watch.inspection.open(watch.step, optimizers=len(watch.optimizers))
 
     def blind_spots(self) -> list[str]:

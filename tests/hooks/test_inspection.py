@@ -201,3 +201,32 @@ def test_usage_errors_say_what_to_write() -> None:
         loop.guardian.inspect_now()
     with pytest.raises(GuardUsageError, match="inspect_steps"):
         Guardian(loop.model, loop.optimizer, inspect_steps=-1)
+
+
+def test_a_guard_that_only_inspects_is_left_alone_two_steps_after() -> None:
+    class Inspector(Looker):
+        inspects = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.called: list[int] = []
+            self.judged: list[int] = []
+
+        def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+            self.called.append(self.watch.step)
+
+        def judge(self, seen: Any) -> Iterable[Any]:
+            self.judged.append(seen.step)
+            return ()
+
+    inspector = Inspector()
+    loop = Loop(inspector, inspect_steps=1)
+    with loop.guardian as guardian:
+        loop.train(6)
+        loop.evaluate()
+        loop.train(1)
+        guardian.inspect_now()
+        loop.train(4)
+    assert inspector.called == inspector.judged
+    # The late evaluation wakes it for two steps, the second of which is inspected again.
+    assert inspector.called == [0, 1, 2, 6, 7, 8, 9]

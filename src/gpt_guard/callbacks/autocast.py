@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ class AutocastUse(Guard):
 
     Raises GuardUsageError for `least` below 1.
     """
+
+    inspects: ClassVar[bool] = True
 
     def __init__(self, *, least: int = _LEAST) -> None:
         check_types(AutocastUse, locals())

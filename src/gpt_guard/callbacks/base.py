@@ -35,6 +35,8 @@ class Guard(ABC):
     """
 
     judged_at: ClassVar[frozenset[Moment]] = frozenset({Moment.BEFORE_STEP})
+    inspects: ClassVar[bool] = False
+    """True for a guard that only acts in inspected steps: from two steps after them, no moment of it is called."""
     _watch: Watch | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -22,6 +22,8 @@ class FreezeInTrain(Guard):
     are parameters that train now and would not after that call. A model whose `train()` has been called has nothing
     to change and is silent. Runs once after the first step of each inspected stretch; reads nothing from the device.
     """
+
+    inspects: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._said = False

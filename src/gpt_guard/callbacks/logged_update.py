@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +54,8 @@ class LoggedUpdate(Guard):
 
     Raises GuardUsageError for `least` below 2.
     """
+
+    inspects: ClassVar[bool] = True
 
     def __init__(self, *, least: int = 2) -> None:
         check_types(LoggedUpdate, locals())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -54,6 +54,8 @@ class LossInputs(Guard):
       inspected steps, for GG678. A thousand is no choice of weights: GradNorm (Chen et al. 2018) starts from factors
       of ten. 0 switches it off, and with it one backward more for each added loss.
     """
+
+    inspects: ClassVar[bool] = True
 
     def __init__(self, drowned_above: float = 1000.0) -> None:
         check_types(type(self), locals())

@@ -47,6 +47,8 @@ class ModelProbe(Guard):
     - `allow`: patterns of modules in which rows mix, or the future is seen, on purpose.
     """
 
+    inspects: ClassVar[bool] = True
+
     judged_at: ClassVar[frozenset[Moment]] = frozenset()
 
     def __init__(self, budget: float | None = None, allow: Iterable[str] = ()) -> None:

@@ -35,6 +35,8 @@ class TiedWeights(Guard):
     compare weights of one shape, once.
     """
 
+    inspects: ClassVar[bool] = True
+
     judged_at: ClassVar[frozenset[Moment]] = frozenset()
 
     def __init__(self) -> None:

@@ -14,6 +14,7 @@ from gpt_guard.hooks.preserve import preserved
 Listener = Callable[[], None]
 # A step of more forwards than this on average is none that anybody waits for.
 _MOST_FORWARDS = 100
+_LINGERS = 2
 
 
 class Inspection:
@@ -41,6 +42,9 @@ class Inspection:
         self._since = 0
         self._forwards = 0
         self._evaluations = steps
+        self._lingers = 0
+        self._wake: Listener = _nothing
+        self._rest: Listener = _nothing
         self._begin: list[Listener] = []
         self._end: list[Listener] = []
         # Replaced by a caller that switches off a guard which fails.
@@ -54,11 +58,20 @@ class Inspection:
         """Call `listener` when a stretch of inspected steps is over; also at exit, if it was cut short."""
         self._end.append(listener)
 
+    def rouse(self, wake: Listener, rest: Listener) -> None:
+        """Have `wake` called before there is something to look at, and `rest` two steps after it is over.
+
+        What a guard has seen in the last inspected step it tells in the one after it, or the next.
+        """
+        self._wake, self._rest = wake, rest
+
     def open(self, step: int, *, optimizers: int) -> None:
         """Begin with the first stretch, after all guards have said what they want to see; without training, none."""
         self.functions.run = self._timed
         self._step, self._optimizers = step, optimizers
         self.restart()
+        if not self.active:
+            self._rest()
 
     def restart(self, steps: int | None = None) -> None:
         """Inspect the next steps (as many as at the start where None): after a resume, a change, or on demand."""
@@ -69,10 +82,16 @@ class Inspection:
         self._left, self._since = max(self._left, count), 0
         self._forwards = _MOST_FORWARDS * self._left
         if not self.active:
+            self._stir()
             self.active = self.looking = True
             self.functions.open()
             for listener in self._begin:
                 self.run(listener)
+
+    def _stir(self) -> None:
+        if not self._lingers:
+            self._wake()
+        self._lingers = _LINGERS
 
     def step_ended(self, step: int) -> None:
         """The run has come to `step`: the stretch may be over. Several optimizers that step in turn make one step."""
@@ -85,7 +104,12 @@ class Inspection:
             # Others may step after the first of several: the stretch ends with the next forward.
             if self._left <= 0 and self._optimizers == 1:
                 self._finish()
-        elif self._every:
+            return
+        if self._lingers:
+            self._lingers -= 1
+            if not self._lingers:
+                self._rest()
+        if self._every:
             self._since += 1
             if self._since >= self._every:
                 self.restart(1)
@@ -101,6 +125,7 @@ class Inspection:
                 self._finish()
         elif evaluation and self._evaluations > 0:
             self._evaluations -= 1
+            self._stir()
             self.looking = True
             self.functions.open()
 
@@ -146,6 +171,7 @@ class Inspection:
         self.functions.close()
         self.looking = False
         self.functions.clear()
+        self._wake = self._rest = _nothing
         self._begin.clear()
         self._end.clear()
 
@@ -153,6 +179,10 @@ class Inspection:
         start = time.perf_counter()
         self.run(listener, call)
         self.spent += time.perf_counter() - start
+
+
+def _nothing() -> None:
+    return None
 
 
 def _call(listener: Callable[..., None], *args: object) -> None:

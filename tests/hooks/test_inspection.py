@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gpt_guard import Guardian, GuardUsageError
+from gpt_guard import Guardian, GuardUsageError, ParamDeltaProbe
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.hooks.functions import FunctionCall
 from gpt_guard.hooks.watch import Watch
@@ -136,6 +136,22 @@ def test_a_resumed_run_is_inspected_again() -> None:
         guardian.load_state_dict(guardian.state_dict())
         loop.train(2)
     assert [step for step, _ in looker.steps] == [0, 2]
+
+
+def test_steps_are_inspected_again_once_the_optimizer_holds_other_parameters() -> None:
+    looker = Looker()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model[0].parameters(), 0.1)
+    with Guardian(model, optimizer, guards=[ParamDeltaProbe(), looker], sinks=[], inspect_steps=1):
+        for step in range(6):
+            if step == 3:
+                optimizer.add_param_group({"params": model[2].parameters()})
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+    # Noticed in step 3, whose forward is over by then.
+    assert [step for step, _ in looker.steps] == [0, 4]
+    assert looker.stretches == ["begin", "end", "begin", "end"]
 
 
 def test_a_loop_that_never_steps_is_not_inspected_for_ever() -> None:

@@ -56,8 +56,12 @@ class Meter:
             return
         index = watch.index_of(optimizer)
         plan = self.plans.get(index)
-        if plan is None or plan.outdated(optimizer):
+        if plan is None:
             plan = self.plans[index] = Plan(watch, index, self._size)
+        elif plan.outdated(optimizer):
+            plan = self.plans[index] = Plan(watch, index, self._size)
+            # Another set of parameters: what was right in the first steps may be wrong now.
+            watch.inspection.restart(within_step=True)
         if not plan.names:
             return
         plan.take()

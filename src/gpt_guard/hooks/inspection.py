@@ -73,13 +73,16 @@ class Inspection:
         if not self.active:
             self._rest()
 
-    def restart(self, steps: int | None = None) -> None:
-        """Inspect the next steps (as many as at the start where None): after a resume, a change, or on demand."""
+    def restart(self, steps: int | None = None, *, within_step: bool = False) -> None:
+        """Inspect the next steps (as many as at the start where None): after a resume, a change, or on demand.
+
+        A step that has begun already (`within_step`) is looked at too, and does not count.
+        """
         count = self._steps if steps is None else steps
         self._evaluations = max(self._evaluations, count)
         if count <= 0 or not self._optimizers:
             return
-        self._left, self._since = max(self._left, count), 0
+        self._left, self._since = max(self._left, count + within_step), 0
         self._forwards = _MOST_FORWARDS * self._left
         if not self.active:
             self._stir()

@@ -1,6 +1,6 @@
 """One rank of a data-parallel training on the CPU; prints, as JSON, what ReplicaSync found in each scenario.
 
-Run by test_replicas.py: `python replica_worker.py RANK RANKS FILE`, one process for each rank.
+Run by test_replicas.py: `python replica_worker.py RANK RANKS FILE [SCENARIO ...]`, one process for each rank.
 """
 
 from __future__ import annotations
@@ -174,7 +174,8 @@ def void(_: object) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=RANK, world_size=int(sys.argv[2]))
-    print(json.dumps({name: run() for name, run in SCENARIOS.items()}))
+    chosen = sys.argv[4:] or list(SCENARIOS)
+    print(json.dumps({name: SCENARIOS[name]() for name in chosen}))
     dist.destroy_process_group()
 
 

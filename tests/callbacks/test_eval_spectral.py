@@ -22,7 +22,8 @@ def net(normalise: Callable[[nn.Module], nn.Module] = spectral_norm) -> nn.Seque
 
 
 def images() -> nn.Sequential:
-    return nn.Sequential(nn.Unflatten(1, (1, 4, 6)), spectral_norm(nn.Conv2d(1, 32, 3)), nn.Flatten(), nn.Linear(256, 2))
+    layer = spectral_norm(nn.Conv2d(1, 32, 3))
+    return nn.Sequential(nn.Unflatten(1, (1, 4, 6)), layer, nn.Flatten(), nn.Linear(256, 2))
 
 
 def evaluate(model: nn.Module) -> None:

@@ -117,3 +117,43 @@ def test_each_module_keeps_its_mode_inside_of_evaluating() -> None:
             with guardian.evaluating():
                 model(torch.randn(8, 4))
     assert guardian.findings == ()
+
+
+def run_from_the_top(model: Tuned, begin: Callable[[Tuned], object]) -> tuple[Finding, ...]:
+    """The loop sets the mode before its very first step."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    with Guardian(model, optimizer, guards=[EvalModeAssert()], sinks=[]) as guardian:
+        begin(model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.cross_entropy(model(torch.randn(8, 4)), torch.randint(2, (8,))).backward()
+            optimizer.step()
+    return guardian.findings
+
+
+def test_train_at_the_top_of_the_loop_is_told_in_the_first_step() -> None:
+    (found,) = run_from_the_top(frozen(), blanket)
+    assert (found.code, found.step, found.module) == ("GG506", 0, "back.1")
+    assert "were in eval mode on entry" in found.seen
+    assert found.evidence["statistics"] == 1
+
+
+def dropout_alone() -> Tuned:
+    model = Tuned()
+    model.back = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1)).eval().requires_grad_(False)
+    return model
+
+
+def loaded_whole() -> Tuned:
+    model = frozen()
+    model.eval()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "begin"),
+    [(frozen(), restore), (frozen(), unfreeze), (dropout_alone(), blanket), (loaded_whole(), blanket)],
+    ids=["restored", "unfrozen", "dropout of a loaded part", "all in eval mode"],
+)
+def test_what_the_first_step_finds_as_it_is_meant_is_silent(model: Tuned, begin: Callable[[Tuned], object]) -> None:
+    assert run_from_the_top(model, begin) == ()

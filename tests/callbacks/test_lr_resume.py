@@ -78,6 +78,26 @@ def test_a_schedule_that_starts_again_is_told() -> None:
     assert "starts at position 0 again" in finding.causes[0]
 
 
+def cosine(optimizer: Optimizer) -> schedules.LRScheduler:
+    return schedules.CosineAnnealingLR(optimizer, 100)
+
+
+def test_a_schedule_that_starts_again_is_told_by_less_than_a_jump() -> None:
+    (finding,) = resumed(cosine, 40, load=False)
+    assert (finding.code, finding.step) == ("GG407", 40)
+    assert finding.evidence["factor"] == pytest.approx(1.5, abs=0.1)
+    assert "starts at position 0 again" in finding.causes[0]
+
+
+@pytest.mark.parametrize("steps", [2, 40, 90])
+def test_a_cosine_that_goes_on_is_quiet(steps: int) -> None:
+    assert resumed(cosine, steps, load=True) == []
+
+
+def test_a_second_phase_with_a_rate_of_its_own_is_quiet() -> None:
+    assert resumed(cosine, 40, load=False, lr=0.005) == []
+
+
 def test_another_rate_is_told() -> None:
     (finding,) = resumed(by_steps, 20, load=False, lr=0.05)
     assert finding.code == "GG407"

@@ -43,7 +43,13 @@ def loop(make: Callable[[Any], Any], every: int) -> Callable[..., None]:
     return body
 
 
-@pytest.mark.parametrize("make", [warm_up, cosine_from_the_start])
+def long_cosine_from_the_start(optimizer: Any) -> CosineAnnealingLR:
+    for group in optimizer.param_groups:
+        group["lr"] = 0.05
+    return CosineAnnealingLR(optimizer, 30)
+
+
+@pytest.mark.parametrize("make", [warm_up, cosine_from_the_start, long_cosine_from_the_start])
 def test_a_scheduler_made_in_each_epoch(make: Callable[[Any], Any]) -> None:
     found = [each for each in run(loop(make, 8), steps=20, guards=default_guards()) if each.code == "GG412"]
     assert [(each.step, each.severity) for each in found] == [(8, Severity.INFO), (16, Severity.WARNING)]

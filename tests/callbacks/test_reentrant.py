@@ -81,3 +81,18 @@ def test_no_grad_without_a_checkpoint_is_said_as_before() -> None:
 
     (found,) = run(Without(nn.Linear(6, 6), reentrant=True), NUMBERS)
     assert "ran only with gradients disabled" in found.seen
+
+
+def test_one_layer_of_a_list_in_a_checkpoint_is_named_too() -> None:
+    class First(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = checkpoint(self.blocks[0], self.first(x), use_reentrant=self.reentrant)
+            logits: Tensor = self.head(self.blocks[1](x).mean(1))
+            return logits
+
+    def made(*, reentrant: bool) -> Net:
+        return First(nn.Embedding(9, 6).requires_grad_(False), reentrant=reentrant)
+
+    (found,) = run(made(reentrant=True), IDS)
+    assert (found.code, found.module) == ("GG202", "blocks.0.0")
+    assert run(made(reentrant=False), IDS) == ()

@@ -96,6 +96,17 @@ def test_one_process_is_told_as_not_watched() -> None:
     )
 
 
+@pytest.mark.parametrize(("only", "told"), [("norm.*", True), ("weight", False)])
+def test_patterns_that_match_nothing_are_told(only: str, told: bool) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Guardian(model, optimizer, guards=[ReplicaSync(only=only)], sinks=[]) as guardian:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    spots = guardian.report().not_watched
+    assert any("no parameter of the model matches only=['norm.*']" in each for each in spots) == told
+
+
 def test_settings_are_checked() -> None:
     with pytest.raises(GuardUsageError, match="every is 0"):
         ReplicaSync(every=0)

@@ -221,7 +221,8 @@ def test_a_normalising_flow(guarded: Guarded) -> None:
                 moved = (moved - shift) * (-scale).exp()
                 total = total - scale.squeeze(1)
                 x = torch.cat([held, moved] if number % 2 else [moved, held], 1)
-            return total + torch.distributions.Normal(0.0, 1.0).log_prob(x).sum(1)
+            density: Tensor = total + torch.distributions.Normal(0.0, 1.0).log_prob(x).sum(1)
+            return density
 
     def data(rows: int) -> Tensor:
         x = torch.randn(rows, 1)

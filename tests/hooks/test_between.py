@@ -31,6 +31,8 @@ Make = Callable[[Tensor], Tensor]
 STEEP: list[tuple[str, str, Make]] = [
     ("Sqrt", "sqrt_at_zero", lambda z: (z * 0).var(0).sqrt().mean()),
     ("Pow", "sqrt_at_zero", lambda z: (z * 0).pow(0.5).mean()),
+    # A learned exponent is a saved tensor, and freed by the backward.
+    ("Pow", "sqrt_at_zero", lambda z: ((z * 0 - 1) ** nn.Parameter(torch.tensor(0.5))).mean()),
     ("Sqrt", "norm_at_zero", lambda z: (z * 0).pow(2).sum(-1).sqrt().mean()),
     ("Acos", "log_at_zero", lambda z: torch.acos((z * 0 + 1).clamp(-1, 1)).mean()),
     ("Where", "where_unselected", lambda z: torch.where(z.relu() == 0, torch.zeros_like(z), z / z.relu()).mean()),

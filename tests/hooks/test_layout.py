@@ -120,3 +120,19 @@ def test_along_which_dimension_of_a_softmax_the_classes_run(dim: int, move: Move
     assert found[1] == {2}
     assert found[0]._saved_dim == dim
     assert moved_along(scores().reshape(-1, V), 1, ("Softmax",)) is None
+
+
+@pytest.mark.parametrize(
+    ("move", "classes"),
+    [
+        (lambda y: y, "whole"),
+        (lambda y: y.permute(0, 2, 3, 1).reshape(-1, V), "whole"),
+        (lambda y: y.flatten(2), "whole"),
+        (lambda y: y.reshape(-1, V), "mixed"),
+        (lambda y: y.permute(0, 2, 3, 1), "positions"),
+    ],
+)
+def test_pictures_of_scores(move: Move, classes: str) -> None:
+    layout = layout_of(move(nn.Conv2d(2, V, 3, padding=1)(torch.randn(B, 2, 4, T))), 1)
+    assert layout is not None
+    assert (layout.classes, layout.features, layout.shape) == (classes, V, (B, 4 * T))

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from gpt_guard.callbacks import attention_masks as looks
 from gpt_guard.callbacks.attention_verdicts import Tokens, Verdict, softmax_dim, verdicts
@@ -29,6 +30,8 @@ class AttentionCalls(Guard):
 
     - `allow`: patterns of module paths whose attention is meant as it is.
     """
+
+    inspects: ClassVar[bool] = True
 
     judged_at: ClassVar[frozenset[Moment]] = frozenset()
 
@@ -55,6 +58,10 @@ class AttentionCalls(Guard):
     def detach(self) -> None:
         self._clear()
         super().detach()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Tell what was held back, before others tell what follows from it."""
+        self._flush()
 
     def judge(self, seen: Observation) -> Iterable[Finding]:
         """Everything is told at the call, or when the forward is over."""

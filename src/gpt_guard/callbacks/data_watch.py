@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from gpt_guard.callbacks import data_words as words
 from gpt_guard.callbacks.base import Guard
+from gpt_guard.callbacks.data_draws import Draws
 from gpt_guard.callbacks.data_log import DataLog
 from gpt_guard.callbacks.data_overlap import TrainedRows
 from gpt_guard.callbacks.data_same import (
@@ -46,7 +47,8 @@ class DataWatch(Guard):
     - `overfit`: one batch is repeated on purpose, to see whether the model can learn it by heart.
     - `repeats`: where nothing shows why, the same batch is told of after this many steps. PPO trains up to 15 epochs
       on one batch (Schulman et al., 2017, table 4), and goes on to the next. Training on a batch that the loop holds
-      on to, such as a whole graph or data set, is only recorded.
+      on to, such as a whole graph or data set, or makes anew each time and draws nothing for, is only recorded; LBFGS
+      needs the same data in each step.
     """
 
     judged_at: ClassVar[frozenset[Moment]] = frozenset({Moment.BEFORE_STEP, Moment.FORWARD})
@@ -67,6 +69,7 @@ class DataWatch(Guard):
         self._settled = False
         self._evaluated = False
         self._begun_anew: LoaderUse | None = None
+        self._draws = Draws()
 
     def attach(self, watch: Watch) -> None:
         super().attach(watch)
@@ -76,6 +79,7 @@ class DataWatch(Guard):
         watch.forward_begins.append(self._forward_begins)
         watch.inspection.on_begin(self._begin)
         watch.inspection.functions.listen(_LOSSES, self._loss_called)
+        watch.inspection.functions.listen(("draw",), self._drawn)
 
     def detach(self) -> None:
         if self._watch is not None and self._forward_begins in self._watch.forward_begins:
@@ -101,6 +105,7 @@ class DataWatch(Guard):
             return
         if self._evaluated:
             self._end_evaluation()
+        self._draws.forward_begins()
         if self._open and self._log is not None:
             self._log.forward(evaluation=False)
         args, kwargs = watch.tap.inputs or ((), {})
@@ -112,6 +117,10 @@ class DataWatch(Guard):
         target = call.get("target")
         if self._open and self._log is not None and not self.watch.evaluation and isinstance(target, Tensor):
             self._log.target(target)
+
+    def _drawn(self, call: FunctionCall) -> None:
+        if not self.watch.evaluation:
+            self._draws.called(call)
 
     def after_backward(self) -> None:
         if (change := self._shape.backward()) is not None:
@@ -185,6 +194,10 @@ class DataWatch(Guard):
             meant = found.held or whole_loader(found)
             if meant and len(groups) < self.repeats:
                 return
+            optimizers = self.watch.optimizers
+            if meant and optimizers and all(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+                return
+            meant = meant or not (self._draws.seen or found.example.loader)
             likely = ["on_purpose", "drawn_once"] if meant else ["reseeded", "fresh_iterator", "drawn_once"]
             severity = Severity.INFO if meant else Severity.WARNING
             yield from self._same(found, likely, found.example.loader, severity)

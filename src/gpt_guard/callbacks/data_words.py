@@ -25,10 +25,7 @@ def same_batch(found: Repeated, *, likely: list[str], severity: Severity, loader
     shown = list(found.example.shape)
     where = found.example.line
     how = "the very same memory" if found.held else "new tensors with equal values"
-    seen = (
-        f"If one batch is meant to be learned by heart, give DataWatch(overfit=True). The model was called with the "
-        f"same batch {shown} in each of {found.steps} steps ({how})"
-    )
+    seen = f"The model was called with the same batch {shown} in each of {found.steps} steps ({how})"
     evidence: dict[str, Any] = {"steps": found.steps, "shape": shown, "held": found.held}
     if loader is not None:
         of = f", which has {loader.batches} batches" if loader.batches else ""
@@ -36,8 +33,9 @@ def same_batch(found: Repeated, *, likely: list[str], severity: Severity, loader
         evidence |= {"batches": loader.batches, "iterations": loader.iterations}
         if "fresh_iterator" in likely:
             where = loader.line or where
+    seen += ". If that is all the data there is, or is to be learned by heart, give DataWatch(overfit=True)."
     return finding(
-        "GG605", f"{seen}.", likely=likely, severity=severity, where=where, evidence=evidence, cause_id="same batch"
+        "GG605", seen, likely=likely, severity=severity, where=where, evidence=evidence, cause_id="same batch"
     )
 
 

@@ -80,6 +80,7 @@ class EvalModeAssert(Guard):
         super().attach(watch)
         self._clear()
         self._look()
+        self._began.enter(watch.model, self._sensitive)
         watch.modes_meant.update(self._allow)
         watch.forward_begins.append(self._forward_begins)
         self._spectral.attach(watch)

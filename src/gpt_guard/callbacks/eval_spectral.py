@@ -15,8 +15,8 @@ from gpt_guard.hooks.frames import user_line
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Moment
 
-# A spectral norm is at least the Frobenius norm over the root of the rank: where that is above 2, the estimate is off by
-# half or more. One forward in training mode brings it near 1; from the random start it is off by the matrix's size.
+# A spectral norm is at least the Frobenius norm over the root of the rank: where that is above 2, the estimate is half
+# of what it should be, or less. One forward in training mode brings it near 1; the random start is off by the size.
 _MOST = 2.0
 
 

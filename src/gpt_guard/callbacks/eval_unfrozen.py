@@ -15,11 +15,20 @@ from gpt_guard.records import Finding, Moment
 
 
 class BeganInEval:
-    """The modules that were in eval mode in the first training step, while the model itself was not."""
+    """The modules that were in eval mode in the first training step, while the model itself was not.
+
+    `.train()` at the top of the loop comes before that step: of frozen normalisation the mode on entry counts as well.
+    """
 
     def __init__(self) -> None:
         # Whether their parameters were frozen then.
         self._frozen: dict[str, bool] | None = None
+        self._entered: set[str] = set()
+
+    def enter(self, model: nn.Module, modules: Sequence[Sensitive]) -> None:
+        """Note the modes on entry. Dropout is left out: what was loaded in eval mode is to train in training mode."""
+        kept = (each.path for each in modules if each.buffers and not each.module.training)
+        self._entered = {path for path in kept if _is_frozen(model, path)} if model.training else set()
 
     def judge(
         self, watch: Watch, step: int, modules: Sequence[Sensitive], modes: Sequence[bool], *, first: bool
@@ -30,13 +39,18 @@ class BeganInEval:
         if known is None:
             off = [each.path for each, training in pairs if first and not training]
             self._frozen = {path: _is_frozen(watch.model, path) for path in off}
+            on = [each for each, training in pairs if first and training and each.path in self._entered]
+            if on and (found := _unfrozen(watch, step, on, self._entered, "on entry")) is not None:
+                yield found
         elif known and (on := [each for each, training in pairs if training and each.path in known]):
             was_frozen = {each.path for each in on if known.pop(each.path)}
             if (found := _unfrozen(watch, step, on, was_frozen)) is not None:
                 yield found
 
 
-def _unfrozen(watch: Watch, step: int, modules: list[Sensitive], was_frozen: set[str]) -> Finding | None:
+def _unfrozen(
+    watch: Watch, step: int, modules: list[Sensitive], was_frozen: set[str], began: str = "in the first training step"
+) -> Finding | None:
     """GG506, or None where it seems to be meant: `.train()` was called on the part itself, or unfroze it as a whole.
 
     A call on the whole model means the part too only if its parameters train from then on; one of normalisation whose
@@ -49,8 +63,8 @@ def _unfrozen(watch: Watch, step: int, modules: list[Sensitive], was_frozen: set
         return None
     statistics = sum(each.buffers for each in told)
     seen = (
-        f"{len(told)} mode-sensitive modules were in eval mode in the first training step and are in training mode in "
-        f"this one ({described(told)}). {call('train', who)}"
+        f"{len(told)} mode-sensitive modules were in eval mode {began} and are in training mode in "
+        f"this step ({described(told)}). {call('train', who)}"
     )
     if frozen:
         seen += " Their parameters are frozen."

@@ -74,6 +74,8 @@ class FiniteGuard(Guard):
         self._bad_step = False
         # Until the step has been judged, what is bad after it follows from that too.
         self._told = False
+        # False while the findings of an observation are being told: one of them may halt.
+        self._all_told = True
         self._batch: tuple[Blame, dict[str, Any]] | None = None
         self._micro_batch = 0
         self._at_step = AtStep()
@@ -111,6 +113,8 @@ class FiniteGuard(Guard):
     # Forward, where reading is free.
 
     def _forward_begins(self) -> None:
+        if not self._all_told:
+            self._go_on()
         self._bad_forward = False
         watch = self.watch
         if not watch.immediate:
@@ -143,7 +147,19 @@ class FiniteGuard(Guard):
     def _accuse(self, culprit: Blame, tensor: Tensor | None, here: dict[str, Any]) -> None:
         self._bad_forward = self._bad_step = True
         for found in verdict(self.watch, self._state, self._context, culprit, tensor, here):
+            self._submit(found)
+
+    def _submit(self, found: Finding) -> None:
+        try:
             self.watch.submit(found)
+        except BaseException:
+            self._go_on()
+            raise
+
+    def _go_on(self) -> None:
+        """The loop was halted. If it catches that and goes on with another batch, nothing of this one is left."""
+        self._all_told = True
+        self._bad_forward = self._bad_step = self._told = False
 
     def _accuse_batch(self) -> bool:
         """Whether the training batch was bad: then it is told, since what goes bad after it follows from it."""
@@ -163,6 +179,8 @@ class FiniteGuard(Guard):
     def before_backward(self, loss: Tensor) -> None:
         """Test the loss itself before anything depends on it."""
         watch = self.watch
+        if not self._all_told:
+            self._go_on()
         # Until the step, to tell the order of backward if a gradient is bad; its saved tensors are freed by then.
         self._loss = loss
         if not watch.immediate:
@@ -176,7 +194,7 @@ class FiniteGuard(Guard):
             self._bad_forward = self._bad_step = True
             here = {**self._here_now(), "moment": Moment.BEFORE_BACKWARD, "evaluation": False}
             masks, diverging = self._context.mask_names(watch), self._context.diverging
-            watch.submit(loss_outside(watch, value, loss, stats, masks, here, diverging=diverging))
+            self._submit(loss_outside(watch, value, loss, stats, masks, here, diverging=diverging))
 
     def after_backward(self) -> None:
         """Look at the gradients before clipping can spread one NaN to all of them."""
@@ -190,7 +208,7 @@ class FiniteGuard(Guard):
             if bad and not self._accuse_batch():
                 self._bad_step = True
                 here = {"step": watch.step, "micro_batch": micro_batch, "where": user_line()}
-                watch.submit(bad_gradient(watch, bad, self._loss, here))
+                self._submit(bad_gradient(watch, bad, self._loss, here))
         self._loss = None
 
     # Steps.
@@ -211,6 +229,11 @@ class FiniteGuard(Guard):
 
     def judge(self, seen: Observation) -> Iterable[Finding]:
         """What the host read brought: forward and gradients before the step, parameters and buffers after it."""
+        self._all_told = False
+        yield from self._judge(seen)
+        self._all_told = True
+
+    def _judge(self, seen: Observation) -> Iterator[Finding]:
         if seen.moment is Moment.AFTER_STEP:
             yield from self._judge_state(seen)
             if self.watch.immediate:

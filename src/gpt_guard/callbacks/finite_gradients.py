@@ -143,20 +143,29 @@ def _likely(parameter: Tensor, steps: list[Step], *, alone: bool) -> Iterator[st
     yield from ("hook_or_manual", "steep") if alone and not found else ("steep",)
 
 
-def changed_before_step(watch: Watch, bad: Mapping[str, TensorStats], here: dict[str, Any], *, scaled: bool) -> Finding:
+def changed_before_step(
+    watch: Watch, bad: Mapping[str, TensorStats], here: dict[str, Any], *, scaled: bool, seen: bool = True
+) -> Finding:
     """Gradients that were finite after backward() are not when the optimizer is about to apply them.
 
-    `scaled` tells that a GradScaler's scale is on them, so that they were not looked at after backward().
+    `scaled` tells that a GradScaler's scale is on them, so that they were not looked at after backward(); `seen`
+    that the loop has called backward() at all.
     """
     first, *others = bad
     module, kind = watch.owner_of(first)
     plural = "s are" if len(others) > 1 else " is"
     also = f" {len(others)} other gradient{plural} non-finite too." if others else " All other gradients are finite."
+    unscaled = (
+        "It was finite after backward(), and so were loss and module outputs."
+        if seen
+        else "The loop has not called backward(): the gradient was put there by hand, as torch.autograd.grad gives it."
+    )
     when = (
         "A GradScaler has scaled the loss, and step() was called without it: it would have skipped this step."
         if scaled
-        else "It was finite after backward(), and so were loss and module outputs."
+        else unscaled
     )
+    maker = "backward()" if scaled else "Code between backward() and step()" if seen else "Code before step()"
     return finding(
         "GG104",
         f"The gradient of `{first}` holds {amount(bad[first])} at the step. {when}{also}",
@@ -165,7 +174,7 @@ def changed_before_step(watch: Watch, bad: Mapping[str, TensorStats], here: dict
         module_class=kind,
         parameter=first,
         tensor=bad[first],
-        origin=f"{'backward()' if scaled else 'Code between backward() and step()'} made it.",
+        origin=f"{maker} made it.",
         evidence={"bad_gradients": [first, *others][:_LISTED], "bad_gradient_count": len(bad)},
         guard=GUARD,
         **here,

@@ -49,6 +49,10 @@ class AtStep:
         """Squares of finite gradients may overflow, so those are read before anything is said."""
         bad = bad_now(watch.held_by(seen.optimizer))
         self.bad = bool(bad)
+        if bad and watch.grad_norms is None:
+            # `torch.autograd.grad`, torch.func and hand-written gradients come without a backward().
+            yield changed_before_step(watch, bad, _here(watch), scaled=False, seen=False)
+            return
         fresh = {name: stats for name, stats in bad.items() if math.isfinite(seen.grad_norms.get(name) or 0.0)}
         if fresh or (bad and watch.scaling):
             # Bad already after backward() and not scaled: that was told then.

@@ -25,7 +25,7 @@ from gpt_guard.callbacks.loss_causal import is_causal
 from gpt_guard.callbacks.loss_labels import Count, hardly_any, none_counts, padding_counts
 from gpt_guard.callbacks.loss_pairing import Pairing, grids, other_order, pairing, shifted
 from gpt_guard.callbacks.loss_reduction import Reduced, first_loss, judge_reduction, reduced
-from gpt_guard.callbacks.loss_scores import implicit_dim, judge_scores
+from gpt_guard.callbacks.loss_scores import implicit_dim, judge_scores, squashed_twice
 from gpt_guard.callbacks.loss_targets import judge_targets, outer_difference
 from gpt_guard.callbacks.loss_terms import Origin, may_be_walked, terms_of
 from gpt_guard.callbacks.loss_weighing import Weighed, drowned, weigh
@@ -104,7 +104,7 @@ class LossInputs(Guard):
     def _other(self, call: FunctionCall) -> None:
         if not self.watch.inspection.active:
             return
-        if call.kind in SQUASHES and (told := implicit_dim(call)) is not None:
+        if call.kind in SQUASHES and (told := implicit_dim(call) or squashed_twice(call, self._seen)) is not None:
             self._tell(Place(call, self._paths), told)
         self._seen.note(call)
 

@@ -67,15 +67,20 @@ def other_order(known: ClassIds, seen: Seen) -> Told | None:
     total = known.targets.numel()
     if total != d0 * d1 or min(d0, d1) < 2:
         return None
-    flat = known.targets.detach().reshape(-1).cpu()
+    flat = known.targets.detach().reshape(-1).long().cpu()
+    flat = flat.masked_fill(flat == known.ignore_index, _IGNORED)
     natural = (d0, d1)
     for each in _distinct(seen.ids):
         rows, length = each.shape
         if (rows, length) not in ((d0, d1), (d1, d0)):
             continue
         natural = (rows, length)
+        own = _placed(known, layout, each)
         orders = {"logits_transposed": flat.view(rows, length), "targets_transposed": flat.view(length, rows).t()}
         for key, targets in orders.items():
+            if own is not None and torch.equal(own, targets):
+                # This is the order that the scores are in: too few of the targets fit it to be sure, not another.
+                continue
             pair = _shift_of(Grid(each.cpu(), targets, certain=True))
             if pair is not None and pair.shift in (0, 1):
                 return _flattened(key, layout, pair.share)

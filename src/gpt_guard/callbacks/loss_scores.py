@@ -48,6 +48,17 @@ def implicit_dim(call: FunctionCall) -> Told | None:
     return Told("GG692", seen, ("implicit",), evidence={"shape": list(result.shape), "dim": 0})
 
 
+def squashed_twice(call: FunctionCall, seen: Seen) -> Told | None:
+    """GG652 in a loss that is written by hand: log_softmax of what softmax made. Reads the scores."""
+    scores, dim = call.get("input"), call.get("dim")
+    if call.kind != "log_softmax" or not isinstance(scores, Tensor) or not isinstance(dim, int):
+        return None
+    made_by = origin(scores) if scores.requires_grad and scores.numel() and scores.size(dim) > 1 else None
+    if made_by is None or name_of(made_by) != "Softmax" or not are_probabilities(score_rows(scores, dim)):
+        return None
+    return _twice(scores, _squash(made_by, seen), "log_softmax")._replace(severity=Severity.WARNING)
+
+
 def _rows(call: FunctionCall, scores: Tensor, dim: int) -> Tensor:
     known = class_ids(call)
     return score_rows(scores, dim, known.counted if known is not None else None)
@@ -155,7 +166,7 @@ def _squash(node: Any, seen: Seen) -> Squash | None:
 
 def _misplaced(scores: Tensor, classes: str) -> Told:
     shape = list(scores.shape)
-    if classes == "positions":
+    if classes == "positions" and len(shape) > 2:
         text = f"cross_entropy takes dimension 1 of {shape} for the classes; the output layer has them last."
         return Told("GG692", text, ("class_dim",), evidence={"shape": shape, "dim": 1})
     text = f"The classes of one row of the scores {shape} come from several positions: viewed, not transposed."

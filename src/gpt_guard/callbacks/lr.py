@@ -20,6 +20,9 @@ from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Observation
 
 _FAST_IN_A_ROW = 3
+# What is sure to be a restart needs no leap to be told: a cosine falls by a tenth in a fifth of its length.
+_RESTARTED = 1.1
+_MOVED_ON = 3
 
 
 class LRTracker(Guard):
@@ -145,7 +148,7 @@ class LRTracker(Guard):
                     yield lr_findings.past_the_end(seen, view)
 
     def _judge_resume(self, track: LRTrack, seen: Observation, *, as_expected: bool) -> Iterator[Finding]:
-        jump = track.jump(seen.lr, self._jump)
+        jump = track.jump(seen.lr, min(self._jump, _RESTARTED) if self._restarted(track, seen) else self._jump)
         if jump is not None and not as_expected and not self._scheduler_went_on(track, seen):
             yield lr_findings.jumped(seen, track, *jump)
 
@@ -156,6 +159,12 @@ class LRTracker(Guard):
             for view in self._driving(seen.optimizer)
             if last_lr(view.get()) == seen.lr
         )
+
+    def _restarted(self, track: LRTrack, seen: Observation) -> bool:
+        """Whether the lr is that of the run's first step, by a scheduler that stands at its start and stood further."""
+        before = track.position
+        begins = any(view.last is not None and view.last <= 1 for view in self._driving(seen.optimizer))
+        return begins and before is not None and before >= _MOVED_ON and track.at_first(seen.lr)
 
     def _driving(self, index: int) -> list[SchedulerView]:
         return [view for view in self._views if view.index == index]

@@ -82,6 +82,11 @@ class LRTrack:
             return False
         return top >= 0.95 * self.highest and self.lowest < 0.5 * max(top, self.highest)
 
+    def at_first(self, lr: LearningRates) -> bool:
+        """Whether this is the lr of the very first step."""
+        same = (abs(now - own) <= 1e-6 * abs(own) for now, own in zip(lr, self.first, strict=False))
+        return len(lr) == len(self.first) and all(same)
+
     def jump(self, lr: LearningRates, limit: float) -> tuple[int, float] | None:
         """The group and factor of the largest jump from the last known lr, or None if it is within the limit.
 

@@ -122,6 +122,8 @@ class MissingGradients:
     def _conditional(self, name: str) -> bool:
         """Whether the module was left out of the calls by choice: it did not run, one beside it in a list did."""
         path = self._watch.owner_of(name)[0]
+        if path in self._calls.reentrant:
+            return False
         while path:
             parent, _, own = path.rpartition(".")
             try:

@@ -167,7 +167,6 @@ class ModelProbe(Guard):
             self._skip("causality", "the ids are looked up twice, as by an encoder and a decoder")
         elif shift is not None:
             future = self._ask("causality", asker, lambda: future_findings(asker, shift, first))
-            yield from future
         if batch.tokens:
             leaking = {found.module for found in future}
             rows, length = next(iter(batch.tokens.values())).shape
@@ -176,6 +175,7 @@ class ModelProbe(Guard):
             yield from self._ask("independence of rows", asker, lambda: row_findings(asker, first, leaking))
         else:
             yield from self._ask("independence of rows", asker, lambda: recurrent_findings(asker, first))
+        yield from future
 
     def _ask(self, question: str, asker: Asker, find: Callable[[], Iterable[Finding]]) -> list[Finding]:
         try:

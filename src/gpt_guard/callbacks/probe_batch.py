@@ -40,7 +40,8 @@ class Batch:
 
     `tokens` are the integer inputs `[B, T]` by position that entered an embedding, `padding` the ids that stand for
     padding there. `reread` are those of which another stretch was looked up as well: an encoder sees all of it, and a
-    decoder the part that it predicts from. `shift` is known once a loss has compared logits with the ids that follow.
+    decoder the part that it predicts from. `viewed` are those that were looked up with as many rows as they have
+    columns, and not transposed: by mistake, or as pairs. `shift` is known once a loss has compared logits with the ids that follow.
     `grown` names what the forward has made larger in the model itself.
     """
 
@@ -51,6 +52,7 @@ class Batch:
         self.tokens: dict[str, Tensor] = {}
         self.padding: dict[str, set[int]] = {}
         self.reread: set[str] = set()
+        self.viewed: set[str] = set()
         self.shift: Shift | None = None
         self.grown: set[str] = set()
         self.attended: list[Attended] = []
@@ -65,14 +67,15 @@ class Batch:
             return
         for position, given in self._given.items():
             shared = ids.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
-            if ids.dim() == 2 and ids.shape != given.shape and shared:
-                self.reread.add(position)
-            same = ids is given or (ids.shape == given.shape and bool((ids == given).all()))
-            if same:
+            if ids is given or _all_of(ids, given):
                 self.tokens[position] = self._own[position]
+                if ids.shape != given.shape and not torch.equal(ids, given.t()):
+                    self.viewed.add(position)
                 padding = call.get("padding_idx")
                 if isinstance(padding, int) and padding >= 0:
                     self.padding.setdefault(position, set()).add(padding)
+            elif ids.dim() == 2 and ids.shape != given.shape and shared:
+                self.reread.add(position)
 
     def compared(self, call: FunctionCall) -> None:
         """A loss compared logits with targets."""
@@ -116,6 +119,14 @@ class Batch:
         step = torch.randint(1, known.numel(), tuple(ids.shape), generator=generator).to(ids.device)
         place = torch.searchsorted(known, ids.contiguous()).clamp(max=known.numel() - 1)
         return torch.where(where, known[(place + step) % known.numel()], ids)
+
+
+def _all_of(ids: Tensor, given: Tensor) -> bool:
+    """Whether these are the given ids, or those with time in front: transposed, or reshaped like that by mistake."""
+    if ids.shape == given.shape and bool((ids == given).all()):
+        return True
+    turned = (given.t(), given.reshape(ids.shape)) if ids.shape == given.shape[::-1] else ()
+    return any(bool((ids == each).all()) for each in turned)
 
 
 def _is_ids(tensor: Tensor) -> bool:

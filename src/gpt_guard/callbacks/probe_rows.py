@@ -57,6 +57,9 @@ def row_findings(asker: Asker, first: Answer, leaking: Collection[str | None] = 
     batch = _batch_dimension(asker, first, rows, length)
     if batch is None and rows == length:
         return
+    if asker.batch.viewed and asker.batch.shift is None:
+        # Pairs are cut apart like that.
+        return
     for dimension in (0, 1) if batch is None else (batch,):
         if ids.size(dimension) < 2 or may_be_a_graph(asker, ids.size(dimension)):
             return

@@ -35,7 +35,7 @@ class ReplicaSync(Guard):
     collective that one rank does not join waits for ever. Sharded parameters (FSDP, DTensor) are not replicas and are
     named as not watched. Does nothing where torch.distributed is not initialised or the group has one rank, and says
     so. `group` is the data-parallel process group; None is the default group. `only` are patterns of parameters: those
-    that a tensor-parallel group holds in common, such as `"*norm*"`; it shares its batches, which are then not compared.
+    that a tensor-parallel group holds in common, such as `"*norm*"`. It shares its batches; they are then not compared.
 
     Raises GuardUsageError for counts below 1.
     """
@@ -160,7 +160,10 @@ class ReplicaSync(Guard):
         steps = self._steps - 1 - self._equal_after
         if not steps:
             return "written_apart", "before the step, and were equal after the one before it"
-        return "gradients_apart", f"before the step, and were equal {steps + 1} steps ago; those between were not compared"
+        return (
+            "gradients_apart",
+            f"before the step, and were equal {steps + 1} steps ago, since when nothing was compared",
+        )
 
     def _apart(self, values: Tensor) -> list[int]:
         """Which columns are not the same on all ranks."""
@@ -229,6 +232,8 @@ class ReplicaSync(Guard):
         )
 
     def blind_spots(self) -> Iterable[str]:
+        if self._only and not self._names and not self._sharded:
+            yield f"replicas: no parameter of the model matches only={list(self._only)}"
         if self._ranks == 1:
             yield "replicas: this process group has one rank, or torch.distributed is not initialised"
         elif self._sharded:

@@ -51,11 +51,14 @@ def user_code(run: Callable[[], T], doing: str) -> T:
         return run()
     except GuardUsageError:
         raise
+    except SystemExit as error:
+        # Such as the argparse of a script, which has read the arguments of this command.
+        raise _broken(error, doing) from error
     except Exception as error:
         raise _broken(error, doing) from error
 
 
-def _broken(error: Exception, doing: str) -> GuardUsageError:
+def _broken(error: BaseException, doing: str) -> GuardUsageError:
     where = user_line(error.__traceback__)
     place = f" ({where.file}:{where.line} in {where.function})" if where is not None else ""
     return GuardUsageError(f"{doing} failed: {type(error).__name__}: {error}{place}")

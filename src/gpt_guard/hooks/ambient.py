@@ -10,12 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gpt_guard.hooks.saved import Pair, newest_pair
+
 
 class Ambient(NamedTuple):
     """The surroundings of one forward, as plain values and CPU tensors.
 
     `random` holds generator states by device ("cpu", "cuda:0"), `training` the mode of each module in the order of
-    `model.modules()`, `autocast` whether it is enabled and its dtype by device type.
+    `model.modules()`, `autocast` whether it is enabled and its dtype by device type. `saved` are the saved-tensor hooks
+    that were on, pack and unpack; never in a file.
     """
 
     random: dict[str, Tensor]
@@ -23,6 +26,7 @@ class Ambient(NamedTuple):
     autocast: dict[str, tuple[bool, torch.dtype]]
     grad: bool
     inference: bool
+    saved: Pair | None = None
 
 
 class Surroundings:
@@ -46,6 +50,7 @@ class Surroundings:
             {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._types},
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
+            newest_pair(),
         )
 
     def _random_state(self) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -32,6 +32,7 @@ class BackwardListener(Protocol):
 
 class _Local(threading.local):
     inside = False
+    watcher: Callable[[Any], None] | None = None
 
 
 _LOCAL = _Local()
@@ -43,19 +44,25 @@ def in_backward() -> bool:
 
 
 @contextmanager
-def unnoticed() -> Iterator[None]:
-    """No listener is told of a `backward()` in this thread: gpt_guard runs a step again that has been judged."""
-    before, _LOCAL.inside = _LOCAL.inside, True
+def unnoticed(watcher: Callable[[Any], None] | None = None) -> Iterator[None]:
+    """No listener is told of a `backward()` in this thread: gpt_guard runs a step again that has been judged.
+
+    `watcher` is called with what each is called on, before it, and may raise to stop it.
+    """
+    before = _LOCAL.inside, _LOCAL.watcher
+    _LOCAL.inside, _LOCAL.watcher = True, watcher
     try:
         yield
     finally:
-        _LOCAL.inside = before
+        _LOCAL.inside, _LOCAL.watcher = before
 
 
 def _around(original: Any, listeners: tuple[BackwardListener, ...], tensors: Any, *args: Any, **kwargs: Any) -> Any:
     # Reentrant checkpointing calls backward inside backward, in autograd's own threads on an accelerator: only the
     # outermost call counts.
     if _LOCAL.inside or in_backward():
+        if _LOCAL.watcher is not None and not in_backward():
+            _LOCAL.watcher(tensors)
         return original(tensors, *args, **kwargs)
     _LOCAL.inside = True
     try:

@@ -41,9 +41,13 @@ class LossCall:
     arrivals: list[Arrival] = field(default_factory=list)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ForwardCall:
-    """One call of the model. `micro_batch` counts the backward calls that came before it in the step."""
+    """One call of the model. `micro_batch` counts the backward calls that came before it in the step.
+
+    `alone` tells that it stands for a loss function which calls parts or methods of the model: with that, nothing else
+    is known of the forward.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -57,6 +61,7 @@ class ForwardCall:
     loss_calls: list[LossCall] = field(default_factory=list)
     losses: tuple[Tensor, ...] = ()
     running: bool = True
+    alone: bool = False
 
     def settle(self) -> None:
         """Let go of what the replay of a backward needs."""
@@ -113,6 +118,8 @@ class Capture(NoCapture):
         args, kwargs = inputs
         ambient = self._surroundings.take()
         self.count += 1
+        if self.now is not None and self.now.alone:
+            self._drop(self.now)
         call = ForwardCall(
             args, kwargs, ambient, versions_of(inputs), self.parameter_versions(), step, self._micro_batch, evaluation
         )
@@ -143,14 +150,39 @@ class Capture(NoCapture):
                 self.evaluation = None
                 self.now = self.calls[-1] if self.calls else None
 
-    def loss_begins(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> LossCall:
+    def loss_begins(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], step: int = 0
+    ) -> LossCall:
         """Keep what a loss function is called with, until the backward has been judged."""
         call = LossCall(function, args, kwargs, self._surroundings.take(), versions_of((args, kwargs)), self.count)
+        if not self.count:
+            # No forward has been seen so far: this may be all that there is.
+            if self.calls:
+                self._make_room()
+            self.now = ForwardCall(
+                (), {}, call.ambient, [], self.parameter_versions(), step, self._micro_batch, False, alone=True
+            )
+            self.now.loss_calls.append(call)
+            call.calls_model = True
+            self.calls.append(self.now)
         return call
+
+    def loss_failed(self) -> None:
+        """It raised, or a guard has halted in it: its forward did not end, and nothing waits for its gradients."""
+        if self.now is not None and self.now.alone and self.now.running:
+            self._drop(self.now)
+
+    def _drop(self, call: ForwardCall) -> None:
+        if call in self.calls:
+            self.calls.remove(call)
+        self.now = None
 
     def loss_ended(self, call: LossCall, result: Any) -> None:
         """Wait for the gradients of what it returned; it belongs to the newest forward, which it may have run."""
-        if self.now is not None and not self.now.evaluation:
+        if self.now is not None and self.now.alone:
+            self.now.running = False
+            call.arrivals = await_gradients(result)
+        elif self.now is not None and not self.now.evaluation:
             call.calls_model = self.count > call.forwards
             call.arrivals = await_gradients(result)
             self.now.loss_calls.append(call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 
 
@@ -19,7 +20,7 @@ def eager_modules(model: nn.Module, compiled: list[str]) -> Iterable[tuple[str, 
         if id(module) in seen:
             continue
         seen.add(id(module))
-        if is_compiled_in_place(module):
+        if is_compiled_in_place(module) or is_scripted(module):
             compiled.append(path)
             continue
         yield path, module
@@ -33,6 +34,11 @@ def eager_modules(model: nn.Module, compiled: list[str]) -> Iterable[tuple[str, 
 def is_compiled_wrapper(module: nn.Module) -> bool:
     """Whether this is what `torch.compile(module)` returns; hooks on the wrapper itself do fire."""
     return hasattr(module, "_orig_mod") and hasattr(module, "dynamo_ctx")
+
+
+def is_scripted(module: nn.Module) -> bool:
+    """Whether `torch.jit.script` or `torch.jit.trace` made this: it takes no hooks, or has parts that call none."""
+    return isinstance(module, torch.jit.ScriptModule)
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:

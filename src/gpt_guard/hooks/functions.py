@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.compiler import is_compiling
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from gpt_guard.hooks.frames import running_module, user_line
+from gpt_guard.hooks.opened import OpenedMode
 from gpt_guard.records import SourceLine
 
 _SOFTMAX = ("input", "dim")
@@ -86,6 +86,7 @@ _KINDS: dict[str, tuple[tuple[Any, str, tuple[str, ...]], ...]] = {
         (torch, "flatten", ("input",)),
         (Tensor, "flatten", ("input",)),
     ),
+    "draw": ((torch, "randint", ("high",)), (torch, "randperm", ("n",)), (torch, "multinomial", ("input",))),
     "gradient_hook": ((Tensor, "register_hook", ("input",)), (Tensor, "retain_grad", ("input",))),
 }
 
@@ -154,7 +155,7 @@ class FunctionCall:
 Listener = Callable[[FunctionCall], None]
 
 
-class FunctionTap(TorchFunctionMode):
+class FunctionTap(OpenedMode):
     """Tells listeners about the calls they asked for, while it is open.
 
     Calls inside of another call that is told of (`softmax` inside of `F.multi_head_attention_forward`), of tensor
@@ -165,7 +166,6 @@ class FunctionTap(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.muted = False
-        self.opened = False
         self._after: dict[str, list[Listener]] = {}
         self._before: dict[str, list[Listener]] = {}
         self._process = os.getpid()
@@ -186,23 +186,9 @@ class FunctionTap(TorchFunctionMode):
         return bool(self._after or self._before)
 
     def open(self) -> None:
-        """Begin to see calls in this thread.
-
-        Goes below the modes that are open already: whoever leaves one of those takes away the top of the stack.
-        """
-        if self.opened or not self.wanted:
-            return
-        self.opened = True
-        modes = _take_all()
-        # A default device insists on the lowest place.
-        place = 1 if modes and modes[0] is getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) else 0
-        _put_all([*modes[:place], self, *modes[place:]])
-
-    def close(self) -> None:
-        """Stop to see calls, also from below modes that were entered later and are still open."""
-        if self.opened:
-            self.opened = False
-            _put_all([mode for mode in _take_all() if mode is not self])
+        """Begin to see calls in this thread, if anybody listens."""
+        if self.wanted:
+            super().open()
 
     def clear(self) -> None:
         """Drop all listeners."""
@@ -243,16 +229,6 @@ class FunctionTap(TorchFunctionMode):
 
 
 _PLAIN = (Tensor, nn.Parameter)
-
-
-def _take_all() -> list[TorchFunctionMode]:
-    """All open modes of this thread, outermost first; none is open afterwards."""
-    return [_pop_mode() for _ in range(torch._C._len_torch_function_stack())][::-1]
-
-
-def _put_all(modes: Iterable[TorchFunctionMode]) -> None:
-    for mode in modes:
-        _push_mode(mode)
 
 
 def _call(listener: Listener, call: FunctionCall) -> None:

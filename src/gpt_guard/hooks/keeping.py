@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from gpt_guard.errors import GuardUsageError
 
 Undo = Callable[[], None]
+_STATELESS = frozenset({int, float, complex, bool, str, bytes, type(None)})
 
 
 class Keeper:
@@ -38,7 +39,8 @@ class Keeper:
             one = pending.popleft()
             if id(one) not in self._seen and (inside := self._hold(one)) is not None:
                 self._seen[id(one)] = one
-                pending.extend(inside)
+                # A vocabulary or a data set has millions of these.
+                pending.extend([each for each in inside if type(each) not in _STATELESS])
 
     def put_back(self) -> None:
         """Put everything back. Call it under `torch.no_grad()`."""

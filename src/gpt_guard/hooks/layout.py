@@ -66,7 +66,7 @@ def layout_of(scores: Tensor, dim: int) -> Layout | None:
         return None
     place, rows = start
     trail = [place]
-    place = _walk(place, _IN_PLACE, trail)
+    place = _folded(_walk(place, _IN_PLACE, trail))
     classes = _classes(place, rows)
     lead = _features(place)
     if classes is None or lead is None:
@@ -82,6 +82,14 @@ def layout_of(scores: Tensor, dim: int) -> Layout | None:
     first, second = (dimension for dimension in range(3) if dimension != lead)
     shape = base.shape[first], base.shape[second]
     return Layout(shape, base.at[first][:rows], base.at[second][:rows], classes, features)
+
+
+def _folded(place: _Place) -> _Place:
+    """What a convolution computed, `[B, C, H, W]` or with more dimensions, as `[B, C, H * W]`."""
+    if place.node is None or name_of(place.node) != "Convolution" or len(place.shape) <= 3:
+        return place
+    sizes = place.shape[2:]
+    return _Place(place.node, (*place.shape[:2], prod(sizes)), [*place.at[:2], _ravel(place.at[2:], sizes)])
 
 
 def _three(place: _Place, known: list[_Place]) -> _Place | None:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.nn.modules import module as module_hooks
 
-from gpt_guard.hooks.compiled import is_compiled_in_place, is_compiled_wrapper
+from gpt_guard.hooks.compiled import is_compiled_in_place, is_compiled_wrapper, is_scripted
+from gpt_guard.hooks.consumed import consumed
 from gpt_guard.hooks.copies import Uncopied
 from gpt_guard.hooks.inspection import Inspection
 from gpt_guard.hooks.keeping import Keeper
@@ -95,15 +96,26 @@ def not_repeatable(model: nn.Module) -> str | None:
     modules = list(model.modules())
     if any(is_compiled_in_place(module) or is_compiled_wrapper(module) for module in modules):
         return "parts are compiled, and would be compiled anew"
+    if any(is_scripted(module) for module in modules):
+        return "parts are scripted, and after a few calls torch optimises them and rounds in another way"
     hooks = [module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks]
     hooks += [held for module in modules for held in (module._forward_hooks, module._forward_pre_hooks)]
     if any(_is_own(hook) for held in hooks for hook in held.values()):
         return "forward hooks of your own would run once more"
+    if (name := next(_consumed(model), None)) is not None:
+        return f"its `{name}` is an iterator, a queue or a file, from which a second forward would take"
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being recorded"
     if peek_interpreter_stack() is not None:
         return "it was called inside of a torch.func transform, whose tensors are gone after it"
     return None
+
+
+def _consumed(model: nn.Module) -> Iterator[str]:
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if consumed(value) is not None:
+                yield f"{path}.{name}" if path else name
 
 
 def _is_own(hook: Any) -> bool:
@@ -168,10 +180,10 @@ class Rerun:
 def _held(model: nn.Module) -> Iterator[None]:
     """What `preserved` does not reach: generators and plain objects in modules, and weights where there is room."""
     values = [value for module in model.modules() for value in vars(module).values()]
-    undo = [reset for value in values if (reset := _reset(value))]
+    undo = [reset for value in values if (reset := reset_of(value))]
     keeper = Keeper(weights=False)
     for value in values:
-        if _is_plain_object(value):
+        if is_plain_object(value):
             keeper.keep(vars(value))
     weights = [(parameter, parameter.detach().clone()) for parameter in model.parameters()] if _room(model) else []
     try:
@@ -185,7 +197,7 @@ def _held(model: nn.Module) -> Iterator[None]:
                 parameter.data.copy_(before)
 
 
-def _is_plain_object(value: Any) -> bool:
+def is_plain_object(value: Any) -> bool:
     """An object of a class that is neither torch's nor Python's: a cache, a counter, a config."""
     home = type(value).__module__.partition(".")[0]
     if isinstance(value, (Tensor, nn.Module, type)) or callable(value) or home in (*sys.stdlib_module_names, "torch"):
@@ -201,7 +213,8 @@ def _room(model: nn.Module) -> bool:
     return not size or size < _SHARE_OF_MEMORY * torch.cuda.mem_get_info()[0]
 
 
-def _reset(value: Any) -> Callable[[], object] | None:
+def reset_of(value: Any) -> Callable[[], object] | None:
+    """What puts a generator of random numbers back to where it is now; None for what is none."""
     if isinstance(value, torch.Generator):
         state = value.get_state()
         return lambda: value.set_state(state)

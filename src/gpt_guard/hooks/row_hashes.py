@@ -68,13 +68,20 @@ class SameMemory:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self._storage = StorageWeakRef(tensor.untyped_storage())
+        storage = tensor.untyped_storage()
+        self._storage = StorageWeakRef(storage)
         self._place = _place(tensor)
+        # Memory that is another's, as an array's of numpy, has a new storage for each tensor made from it.
+        self._borrowed = None if storage.resizable() or not storage.nbytes() else storage.data_ptr()
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether this is the same stretch of the same memory, not written to since as far as torch knows."""
+        storage = tensor.untyped_storage()
         # A weak reference keeps the number from being given to another storage.
-        return self._storage.cdata == tensor.untyped_storage()._cdata and self._place == _place(tensor)
+        same = self._storage.cdata == storage._cdata
+        if not same and self._borrowed is not None:
+            same = not storage.resizable() and storage.data_ptr() == self._borrowed
+        return same and self._place == _place(tensor)
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:

@@ -41,8 +41,10 @@ class StateWatch:
         # The owner's dict and key instead of the tensor: a forward may put a new tensor into a buffer.
         self._buffers: dict[str, tuple[dict[str, Tensor | None], str]] = {}
         for path, module in model.named_modules():
-            for key in module._buffers:
-                self._buffers[f"{path}.{key}" if path else key] = (module._buffers, key)
+            # A scripted module has no dict of its own for them, and never exchanges one.
+            owner = module._buffers if isinstance(module._buffers, dict) else dict(module.named_buffers(recurse=False))
+            for key in owner:
+                self._buffers[f"{path}.{key}" if path else key] = (owner, key)
         if not buffers:
             self.left_out |= set(self._buffers)
         self._measured: list[str] = []

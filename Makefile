@@ -4,6 +4,8 @@ PYTHON = python3
 VENV = .venv
 BIN = $(VENV)/bin
 ARGS =
+# Processes that share the tests; 0 runs them in one, which suits a debugger.
+JOBS = auto
 
 # Two targets at once would install into the same folder.
 .NOTPARALLEL:
@@ -17,6 +19,7 @@ help:
 	@echo 'make clean    remove the environment and all caches; keeps runs/'
 	@echo
 	@echo 'Each sets up $(VENV) first, where it has to.'
+	@echo 'JOBS=N runs the tests in N processes (0: in one), by default in one for each core'
 	@echo 'ARGS="..." is handed on:    make demo ARGS="--break nan"    make test ARGS="-k lr"'
 	@echo 'PYTHON=... names a Python:  make demo PYTHON=python3.12'
 
@@ -24,7 +27,7 @@ demo: examples-env
 	@$(BIN)/python examples/train_minigpt.py --out runs/demo $(ARGS)
 
 test: dev-env
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 check: lint format-check types imports
 

@@ -152,3 +152,21 @@ def test_a_model_that_is_compiled_in_place_hides_what_it_is_called_with() -> Non
     model = Net(root_at_zero)
     model.compile(backend="eager")
     assert "`torch.compile(model)` does not" in said(halt(model))
+
+
+def test_a_mask_that_is_returned_beside_the_loss_is_not_taken_for_it() -> None:
+    draws = iter([float("nan")])
+
+    def loss_of(y: Tensor) -> Tensor:
+        returned.append(y.masked_fill(y > 0, -float("inf")))
+        return y.mean() * next(draws, 1.0)
+
+    returned: list[Tensor] = []
+    model = Net(torch.tanh)
+    optimizer = sgd(model)
+    guardian = guarded(model, optimizer)
+    watched = guardian.watch_loss(lambda y: (loss_of(y), returned[-1]))
+    with halting(guardian) as halted:
+        watched(model(torch.randn(6, 4)))[0].backward()
+    assert halted.finding.operation is None
+    assert said(halted.finding).startswith("Not reproduced: the loss function returned")

@@ -11,6 +11,7 @@ from gpt_guard.causes import likely
 from gpt_guard.records import Operand, OperationSeen
 from gpt_guard.replay import rules_arithmetic, rules_layers, rules_math
 from gpt_guard.replay.case import Case, Evidence
+from gpt_guard.replay.rules_arithmetic import Rule
 from gpt_guard.replay.rules_backward import backward, name_of
 from gpt_guard.replay.schema import EMPTY, FILLS
 from gpt_guard.replay.values import count, many, measure
@@ -32,6 +33,7 @@ def answer(case: Case) -> OperationSeen:
     """The operation in words, with its place, its inputs, the evidence and the causes that fit, likeliest first."""
     found = _evidence(case)
     name = word_for(case.op.base) if case.node is None else name_of(case)
+    name = "logdet" if case.of_determinant else name
     return OperationSeen(
         name=name,
         aten=case.op.aten if case.node is None else f"{case.op.aten} in {case.node}",
@@ -47,19 +49,29 @@ def answer(case: Case) -> OperationSeen:
 
 
 def _evidence(case: Case) -> Evidence:
-    if case.node is not None and (found := backward(case)) is not None:
+    if case.node is not None and (found := _asked(backward, case)) is not None:
         return found
     if case.op.base in EMPTY:
         return Evidence("memory that was never written was read", ("uninitialised",))
+    if case.of_determinant:
+        return Evidence("the logarithm of a determinant that is negative", ("log_of_negative",))
     if case.op.base in FILLS and (found := _fill(case)) is not None:
         return found
     rules = _RULES.get(case.op.base, ())
     if case.op.base.startswith("_scaled_dot_product"):
         rules = (rules_layers.attention,)
     for rule in (*rules, *(rule for rule in rules_layers.LATE if rule not in rules)):
-        if (found := rule(case)) is not None:
+        if (found := _asked(rule, case)) is not None:
             return found
     return Evidence(f"{word_for(case.op.base)} of finite values", ("own_formula",))
+
+
+def _asked(rule: Rule, case: Case) -> Evidence | None:
+    """What a rule finds; nothing where it was not written for this kind of tensor: the place is the same without it."""
+    try:
+        return rule(case)
+    except (RuntimeError, TypeError, ValueError, OverflowError):
+        return None
 
 
 def _fill(case: Case) -> Evidence | None:
@@ -95,7 +107,7 @@ def _part(case: Case, name: str) -> str:
 def deliberate(case: Case) -> tuple[bool, str | None]:
     """Whether non-finite values were made on purpose, as a mask is, and the key of the cause if they go wrong."""
     flags = case.result.flags
-    if case.node is not None or case.op.base in EMPTY:
+    if case.node is not None or case.op.base in EMPTY or case.of_determinant:
         return False, None
     if case.op.base in FILLS:
         return True, "filled" if flags.nan else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from gpt_guard.hooks.ambient import Ambient, surrounded_by
 from gpt_guard.hooks.backward import unnoticed
 from gpt_guard.hooks.compiled import is_compiled_wrapper
 from gpt_guard.records import OperationSeen
+from gpt_guard.replay.aside import set_aside
 from gpt_guard.replay.original import is_compiled, unwrapped
 from gpt_guard.replay.preserve import untouched
 from gpt_guard.replay.recipe import Recipe
@@ -40,7 +41,13 @@ class Bench:
     """
 
     def __init__(
-        self, model: nn.Module, recipe: Recipe, *, limit_s: float | None, changing: Collection[Tensor] = ()
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        *,
+        limit_s: float | None,
+        changing: Collection[Tensor] = (),
+        live: bool = False,
     ) -> None:
         self.model = model
         self.plain = unwrapped(model)
@@ -50,6 +57,7 @@ class Bench:
         self.random: set[str] = set()
         self._ends = None if limit_s is None else time.monotonic() + limit_s
         self._changing = changing
+        self._live = live
         self._compiled = is_compiled(model)
         if self._compiled:
             self.notes.append("The model runs compiled and was run again eagerly: rounding and random numbers differ.")
@@ -74,18 +82,26 @@ class Bench:
         return loss.ambient if loss is not None and loss.calls_model else self.recipe.ambient
 
     @contextmanager
-    def traced(self, ambient: Ambient) -> Iterator[Trace]:
-        """Inside, everything is as it was then and every operation is seen; afterwards nothing has happened."""
+    def traced(self, ambient: Ambient, watcher: Callable[[Any], None] | None = None) -> Iterator[Trace]:
+        """Inside, everything is as it was then and every operation is seen; afterwards nothing has happened.
+
+        `watcher` is called with what each `backward()` inside is called on, before it.
+        """
         left = None if self._ends is None else max(self._ends - time.monotonic(), 0.0)
         # The paths that a person knows: those of the model as given, without what torch.compile puts around it.
         named = self.plain if is_compiled_wrapper(self.model) else self.model
         with ExitStack() as undo:
-            undo.enter_context(unnoticed())
+            undo.enter_context(unnoticed(watcher))
             if self._compiled:
                 undo.enter_context(torch.compiler.set_stance("force_eager"))
-            undo.enter_context(untouched(self.plain, self.notes, self.own, changing=self._changing, given=self.given))
+            undo.enter_context(set_aside(ambient.saved))
+            held = untouched(
+                self.plain, self.notes, self.own, changing=self._changing, given=self.given, live=self._live
+            )
+            undo.enter_context(held)
             undo.enter_context(surrounded_by(self.model, ambient))
-            trace = Trace(named, limit_s=left)
+            loss = self.recipe.loss
+            trace = Trace(named, limit_s=left, given=None if loss is None else loss.named())
             undo.callback(lambda: self.random.update(trace.nondeterministic))
             with trace:
                 yield trace

@@ -14,7 +14,7 @@ from gpt_guard.replay.decide import Read, Result
 from gpt_guard.replay.forwards import Forward
 from gpt_guard.replay.memory import Maker, Origin
 from gpt_guard.replay.places import Place
-from gpt_guard.replay.schema import Op, names
+from gpt_guard.replay.schema import DETERMINANTS, Op, names
 from gpt_guard.replay.values import HALF, largest, limit
 
 
@@ -53,6 +53,11 @@ class Case:
         """The nearest operation of one of these names that an argument was computed by."""
         makers = (read.maker for read in self.reads if read.name == name and read.maker is not None)
         return next((found for maker in makers if (found := maker.behind(names, depth)) is not None), None)
+
+    @property
+    def of_determinant(self) -> bool:
+        """Whether it is the end of torch.logdet, which puts NaN where the determinant is negative."""
+        return self.op.base == "where" and self.behind("condition", DETERMINANTS, 3) is not None
 
     def lost_eps(self, name: str) -> float | None:
         """A small number that was to keep an argument from 0 and is itself 0 in the argument's dtype."""

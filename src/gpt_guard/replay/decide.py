@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpt_guard.replay.memory import Bad, Maker, Origin, merged
-from gpt_guard.replay.schema import CARRIES, MOVES, Op, names
+from gpt_guard.replay.schema import CARRIES, DETERMINANTS, MOVES, Op, names
 from gpt_guard.replay.values import Flags, bad
 
 # A row that is a mask throughout stays one in them.
@@ -51,6 +51,8 @@ def whose(op: Op, bound: dict[str, Any], reads: list[Read], result: Result, made
     tainted = [read for read in reads if read.bad is not None]
     if not tainted:
         return Whose((made(),))
+    if op.base == "where" and result.flags.nan and _by_determinant(reads):
+        return Whose((made(),))
     if op.base in CARRIES and not op.writes and len({read.bad for read in tainted}) > 1:
         found = _by_moving(op, bound, tainted, result)
         if found is not None:
@@ -60,6 +62,12 @@ def whose(op: Op, bound: dict[str, Any], reads: list[Read], result: Result, made
         if found is not None:
             return found
     return Whose(_by_kind(op, tainted, result.flags, made))
+
+
+def _by_determinant(reads: list[Read]) -> bool:
+    """Whether what is selected by was computed from the sign of a determinant."""
+    makers = (read.maker for read in reads if read.name == "condition" and read.maker is not None)
+    return any(maker.behind(DETERMINANTS, 3) is not None for maker in makers)
 
 
 def _by_kind(op: Op, tainted: list[Read], flags: Flags, made: Callable[[], Origin]) -> tuple[Origin, ...]:

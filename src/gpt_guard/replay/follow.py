@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -50,14 +51,14 @@ def _put(given: Any, tensor: Tensor, values: Tensor) -> Any:
 class Follower:
     """Sees each operation before and after it runs. Nothing here is called while a mode sees operations."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, given: Mapping[str, Tensor] | None = None) -> None:
         self.modules = Modules(model)
         self.origins: list[Origin] = []
         self._origins = Origins(self.modules)
         self._memory = Memory()
         self._last: tuple[Origin, ...] = ()
         self._forwards = Forwards()
-        self._leaves = Leaves(model)
+        self._leaves = Leaves(model, given)
 
     # Before.
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gpt_guard.hooks.tensors import looks_bad, walk
+from gpt_guard.hooks.tensors import describe, looks_bad, walk
+from gpt_guard.records import OperationSeen
 from gpt_guard.replay.bench import Bench, Seen
 from gpt_guard.replay.original import module_at
 from gpt_guard.replay.recipe import LossRecipe
@@ -48,23 +49,42 @@ def outside_again(bench: Bench) -> Seen:
     with bench.traced(bench.starts) as trace:
         output = bench.call()
     reached = bench.recipe.reached or tuple(position for position, _ in walk(output))
-    bad = _first_bad(output, reached)
+    named = outputs_named(output, reached)
+    bad = _first_bad(output, reached) or _first_infinite(output, reached)
+    said = "The code between there and backward() made the loss non-finite."
+    if bad is not None and bad[1].numel() == 1:
+        # A single number is no mask: it is the loss, or a part of it.
+        return Seen(True, f"the loss that the model returned is {figures(bad[1])} again", trace.origin(bad[1]))
     if bad is not None:
-        operation = trace.origin(bad[1])
-        named = "" if operation is None else f": {operation.shows}"
-        return Seen(False, f"output{bad[0]} of the model is non-finite in the replay, and was finite{named}.")
-    said = (
-        f"The model's part was run again: {outputs_named(output, reached)}. The code between there and backward() made "
-        f"the loss non-finite. Wrap that code as guardian.watch_loss(function) to have its operation and line named."
-    )
-    return Seen(False, said, place=True)
+        said = (
+            f"That comes from {_made(trace.origin(bad[1]))}. Unless the code between there and backward() leaves those "
+            f"elements out, they made the loss non-finite."
+        )
+    wrap = "Wrap that code as guardian.watch_loss(function) to have its operation and line named."
+    return Seen(False, f"The model's part was run again: {named}. {said} {wrap}", place=True)
+
+
+def _first_infinite(output: Any, positions: tuple[str, ...]) -> tuple[str, Tensor] | None:
+    """An output that holds -inf only, as a mask does, and so is not what a guard stops at; a single number first."""
+    found = [each for each in walk(output) if each[0] in positions and describe(each[1]) is not None]
+    return next((each for each in found if each[1].numel() == 1), found[0] if found else None)
+
+
+def _made(operation: OperationSeen | None) -> str:
+    if operation is None:
+        return "an operation that could not be followed"
+    module = f" in `{operation.module}`" if operation.module else ""
+    return f"{operation.shows}{module}" + (f" at {operation.where}" if operation.where is not None else "")
 
 
 def loss_again(bench: Bench, loss: LossRecipe) -> Seen:
     """Run the loss function on the very tensors that it was given."""
     with bench.traced(loss.ambient) as trace:
         result = loss.function(*loss.args, **loss.kwargs)
-    bad = _first_bad(result, tuple(position for position, _ in walk(result)))
+    positions = tuple(position for position, _ in walk(result))
+    infinite = _first_infinite(result, positions)
+    # -inf in a single number is a loss; in more of them it may be a mask that is returned beside the loss.
+    bad = _first_bad(result, positions) or (infinite if infinite is not None and infinite[1].numel() == 1 else None)
     if bad is not None:
         return Seen(True, "the loss is non-finite again", trace.origin(bad[1]))
     return Seen(False, f"the loss function returned {figures_of(result)} when it was run again on the same tensors.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ Kind = Literal["parameter", "buffer", "input", "constant"]
 _WORDS: dict[Kind, str] = {
     "parameter": "parameter {} was non-finite before any operation ran",
     "buffer": "buffer {} was non-finite before any operation ran",
-    "input": "{} of the model, a part of the batch, was non-finite before any operation ran",
+    "input": "{}, a part of the batch, was non-finite before any operation ran",
     "constant": "{} was non-finite before any operation ran",
 }
 _CAUSES: dict[Kind, tuple[str, ...]] = {
@@ -31,9 +32,12 @@ _COMPUTED = ("bad_constant", "lr_too_high")
 
 
 class Leaves:
-    """The names under which a model holds its tensors, found by their storage, so that a view has the name too."""
+    """The names under which a model holds its tensors, found by their storage, so that a view has the name too.
 
-    def __init__(self, model: nn.Module) -> None:
+    `given` are those that a function outside of the model was called with, by names such as "`target` of rmse".
+    """
+
+    def __init__(self, model: nn.Module, given: Mapping[str, Tensor] | None = None) -> None:
         self._known: dict[int, tuple[Kind, str, Tensor]] = {}
         for name, buffer in model.named_buffers():
             self._add("buffer", name, buffer)
@@ -41,6 +45,10 @@ class Leaves:
             self._add("parameter", name, parameter)
             if parameter.grad is not None:
                 self._add("constant", f"the gradient of {name}", parameter.grad)
+        for name, tensor in (given or {}).items():
+            if _key(tensor) not in self._known:
+                self._add("input", name, tensor)
+        self._given = frozenset(given or ())
         self._model = model
 
     def _add(self, kind: Kind, name: str, tensor: Tensor) -> None:
@@ -63,6 +71,7 @@ class Leaves:
         kind, name, whole = self.name(tensor)
         stats = measure(whole)
         owner = name.rpartition(".")[0] if kind in ("parameter", "buffer") else None
+        shown = f"{name} of the model" if kind == "input" and name not in self._given else name
         return OperationSeen(
             kind=kind,
             name=name,
@@ -71,7 +80,7 @@ class Leaves:
             where=place.line if place else None,
             operands=(Operand(name=name, tensor=stats),),
             output=stats,
-            shows=f"{_WORDS[kind].format(name)}: {stats.bad} of {stats.numel} elements",
+            shows=f"{_WORDS[kind].format(shown)}: {stats.bad} of {stats.numel} elements",
             causes=likely(_COMPUTED if kind == "constant" and tensor.requires_grad else _CAUSES[kind]),
         )
 

@@ -13,6 +13,7 @@ from gpt_guard.hooks.frontier import bypassed, frontier
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment
 from gpt_guard.replay.recipe import LossRecipe, Recipe
+from gpt_guard.replay.standins import lend
 
 _NAMED = 3
 
@@ -27,7 +28,8 @@ class Live(NamedTuple):
 def recipes_for(watch: Watch, capture: Capture, finding: Finding | None) -> Iterator[Live]:
     """The recipes that may have failed, in the order in which they are to be tried; without a finding, the newest."""
     for call in _calls(watch, capture, finding):
-        losses: Sequence[LossCall | None] = call.loss_calls or (None,)
+        # A call that only stands for a loss function is nothing without it.
+        losses: Sequence[LossCall | None] = call.loss_calls or (() if call.alone else (None,))
         for loss in losses:
             yield _live(watch, capture, call, loss, finding)
 
@@ -57,25 +59,30 @@ def _live(watch: Watch, capture: Capture, call: ForwardCall, loss: LossCall | No
     reached = [arrival for arrival in call.arrivals if arrival.number in first]
     also = [arrival for arrival in call.arrivals if arrival.number in again]
     recipe = Recipe(
-        args=call.args,
-        kwargs=call.kwargs,
+        args=lend(call.args, "args"),
+        kwargs=lend(call.kwargs, "kwargs"),
         ambient=call.ambient,
         reached=tuple(arrival.position for arrival in reached),
         gradients=gradients_of(reached, call.losses),
         also=gradients_of(also, ()),
         finding=finding,
         loss=None if loss is None else _loss(loss, call.losses),
-        notes=(*_notes(call, loss, list(changed)), *_other_ways(watch, capture, call, finding)),
+        notes=(
+            *_notes(call, loss, list(changed)),
+            *(() if call.running or call.alone else _other_ways(watch, capture, call, finding)),
+        ),
         step=call.step,
         micro_batch=call.micro_batch,
         evaluation=call.evaluation,
+        inside=call.running and not call.alone,
     )
     return Live(recipe, list(changed.values()))
 
 
 def _loss(call: LossCall, losses: Sequence[Tensor]) -> LossRecipe:
     gradients = gradients_of(call.arrivals, losses)
-    return LossRecipe(call.function, call.args, call.kwargs, call.ambient, gradients, call.calls_model)
+    args, kwargs = lend(call.args, "args"), lend(call.kwargs, "kwargs")
+    return LossRecipe(call.function, args, kwargs, call.ambient, gradients, call.calls_model)
 
 
 def _other_ways(watch: Watch, capture: Capture, call: ForwardCall, finding: Finding | None) -> Iterator[str]:

@@ -16,15 +16,19 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from gpt_guard.hooks.keeping import Keeper
+from gpt_guard.hooks.rerun import is_plain_object, reset_of
 from gpt_guard.hooks.tensors import version_of
-from gpt_guard.replay.state import OwnState, lend_copies
+from gpt_guard.replay.standins import lend_attributes
+from gpt_guard.replay.state import REGISTRIES, OwnState, lend_copies
 
 # Buffers are always copied, parameters and other tensors of modules only up to here: a forward seldom writes to them.
 _MOST_BYTES = 256 * 2**20
+# Caches and counters are few; a model that holds its trainer, and so all of its data, is not gone through.
+_MOST_OBJECTS = 1000
 
 
 class ForwardKeeper(Keeper):
-    """Holds what a forward may change: buffers, attributes and containers of modules, generators, and parameters.
+    """Holds what a forward may change: buffers, attributes of modules and of plain objects, generators, and parameters.
 
     `changing` are tensors that are known to be written to and are copied whatever their size; `given` is what the
     forward is called with. Containers that nothing
@@ -35,6 +39,7 @@ class ForwardKeeper(Keeper):
         super().__init__()
         self._always = {id(tensor) for tensor in (*model.buffers(), *changing)}
         self._budget = _MOST_BYTES
+        self._objects = _MOST_OBJECTS
         self.watched: list[tuple[Tensor, int, int]] = []
         self.written: list[Tensor] = []
         self.keep(model)
@@ -43,11 +48,14 @@ class ForwardKeeper(Keeper):
     def _hold(self, one: Any) -> list[Any] | None:
         if isinstance(one, Optimizer):
             return None
-        if isinstance(one, torch.Generator):
-            state = one.get_state()
-            self._values.append(lambda: _ignored(one.set_state(state)))
+        if (reset := reset_of(one)) is not None:
+            self._values.append(lambda: _ignored(reset()))
             return []
-        return super()._hold(one)
+        found = super()._hold(one)
+        if found is None and self._objects and is_plain_object(one):
+            self._objects -= 1
+            return self._hold_mapping(vars(one))
+        return found
 
     def _hold_items(self, items: Any) -> list[Any]:
         held = super()._hold_items(items)
@@ -87,15 +95,23 @@ class ForwardKeeper(Keeper):
 
 @contextmanager
 def untouched(
-    model: nn.Module, notes: list[str], own: list[str], *, changing: Collection[Tensor] = (), given: Any = ()
+    model: nn.Module,
+    notes: list[str],
+    own: list[str],
+    *,
+    changing: Collection[Tensor] = (),
+    given: Any = (),
+    live: bool = False,
 ) -> Iterator[None]:
     """Inside, run the model freely; afterwards nothing of it tells that it ran, whatever was raised.
 
     Put back: values, identities and version counters of buffers and parameters, gradients (they are set aside, so that
-    the same objects return), attributes of modules and what lists, dicts and sets in them held, and the generators of
-    Python and numpy. torch's own are put back by `surrounded_by`. What could not be is said in `notes`: state inside
-    of other objects is out of reach. `own` gets the names of buffers and attributes that what ran has written to: they
-    were not as the first forward found them.
+    the same objects return), attributes of modules and of plain objects in them and in what the forward is given, what
+    lists, dicts and sets in those held, and the generators of Python and numpy. torch's own are put back by
+    `surrounded_by`. What could not be is said in `notes`; state of extension modules is out of reach. Where a loop is
+    still running (`live`), iterators, queues and files that modules hold are replaced by stand-ins meanwhile. `own`
+    gets the names of buffers and attributes that what ran has written to: they were not as the first forward found
+    them.
     """
     keeper = ForwardKeeper(model, changing, given)
     # Inference tensors count nothing.
@@ -103,6 +119,8 @@ def untouched(
     gradients = [(each, each.grad) for each in model.parameters() if each.grad is not None]
     drawn = _python_random()
     lend_copies(model)
+    if live:
+        lend_attributes(model, REGISTRIES)
     state = OwnState(model)
     try:
         with _unsafe_preserve_version_counter(counted):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from gpt_guard.hooks.ambient import Ambient
+from gpt_guard.hooks.tensors import walk
 from gpt_guard.records import Finding
 
 
@@ -27,6 +29,26 @@ class LossRecipe:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     calls_model: bool = False
 
+    def named(self) -> dict[str, Tensor]:
+        """The tensors it was given that nothing computes, such as labels, by the names of its parameters.
+
+        Empty where none has a history: what the model returned cannot be told from labels then.
+        """
+        function = getattr(self.function, "forward", self.function)
+        try:
+            bound: dict[str, Any] = inspect.signature(function).bind(*self.args, **self.kwargs).arguments
+        except (TypeError, ValueError):
+            # A function without a signature, such as one written in C.
+            bound = {**{f"argument {place}": each for place, each in enumerate(self.args, start=1)}, **self.kwargs}
+        called = getattr(self.function, "__name__", type(self.function).__name__)
+        found = {
+            f"`{name}{position}` of {called}": tensor
+            for name, value in bound.items()
+            for position, tensor in walk(value)
+        }
+        labels = {name: tensor for name, tensor in found.items() if not tensor.requires_grad}
+        return labels if len(labels) < len(found) else {}
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -40,6 +62,7 @@ class Recipe:
     - `also`: gradients of outputs that lie behind those and that the loss is computed from besides: not to be added.
     - `finding`: what was found, as a guard said it; None for a step that has not failed.
     - `loss`: the loss function outside of the model, where Guardian was told of it; never in a file.
+    - `inside`: the forward was still running, so that it was the model itself which called `backward()`.
     - `notes`: what is known to differ by now, each as a sentence: a batch or parameters that were written to since.
     """
 
@@ -55,3 +78,4 @@ class Recipe:
     step: int = 0
     micro_batch: int = 0
     evaluation: bool = False
+    inside: bool = False

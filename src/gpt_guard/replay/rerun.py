@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from gpt_guard.replay.backward import backward_again
 from gpt_guard.replay.bench import Bench, Seen
 from gpt_guard.replay.forward import first_again, forward_again, loss_again, outside_again
+from gpt_guard.replay.inside import inside_again
 from gpt_guard.replay.original import why_not
 from gpt_guard.replay.outcome import Outcome, not_reproduced, reproduced
 from gpt_guard.replay.recipe import Recipe
 from gpt_guard.replay.said import place_of_error
+from gpt_guard.replay.standins import OutOfReach
 from gpt_guard.replay.target import target_of
 from gpt_guard.replay.trace import TimeUp
 
@@ -21,7 +23,12 @@ DEFAULT_LIMIT_S = 10.0
 
 
 def replay_step(
-    model: nn.Module, recipe: Recipe, *, limit_s: float | None = DEFAULT_LIMIT_S, changing: Collection[Tensor] = ()
+    model: nn.Module,
+    recipe: Recipe,
+    *,
+    limit_s: float | None = DEFAULT_LIMIT_S,
+    changing: Collection[Tensor] = (),
+    live: bool = False,
 ) -> Outcome:
     """Run a step again until the tensor of its finding goes bad, and say which operation made it so.
 
@@ -32,17 +39,20 @@ def replay_step(
     which leaves `.grad` alone and fires neither DistributedDataParallel nor an optimizer that steps inside of backward.
 
     Never raises: what goes wrong is said in the outcome. `limit_s` is in seconds, None for no limit; `changing` are
-    parameters that the forward is known to write to. Reads the device at every operation.
+    parameters that the forward is known to write to. `live` tells that the loop of the step is still running: from
+    iterators, queues and files that it goes on reading nothing is taken. Reads the device at every operation.
     """
     began = time.perf_counter()
     if (why := why_not(model)) is not None:
         return Outcome(False, why, finding=recipe.finding, decided=False)
-    bench = Bench(model, recipe, limit_s=limit_s, changing=changing)
+    bench = Bench(model, recipe, limit_s=limit_s, changing=changing, live=live)
     try:
         seen = _run(bench)
     except TimeUp:
         # What was seen by then is no answer: the tensor itself had not been reached.
         seen = Seen(False, f"Not reproduced: the replay was stopped at its limit of {limit_s:g} s.", place=True)
+    except OutOfReach as error:
+        seen = Seen(False, str(error), place=True)
     except Exception as error:
         what = f"the replay ended in {type(error).__name__}: {error}{place_of_error(error)}."
         seen = Seen(False, f"Not reproduced: {what}", place=True)
@@ -62,6 +72,8 @@ def _run(bench: Bench) -> Seen:
     target = None if recipe.finding is None else target_of(recipe.finding)
     if target is None:
         return first_again(bench)
+    if recipe.inside and target.kind in ("loss", "gradient"):
+        return inside_again(bench, target)
     if target.kind == "gradient":
         return backward_again(bench, target)
     if target.kind != "loss":

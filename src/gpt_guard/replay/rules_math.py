@@ -22,7 +22,9 @@ def _log(case: Case) -> Evidence | None:
     values = case.tensor(name)
     if values is None:
         return None
-    word, zeros, negative = word_for(case.op.base), count(values == -shift), count(values < -shift)
+    word, zeros = word_for(case.op.base), count(values == -shift)
+    # A complex number has a logarithm unless it is 0.
+    negative = 0 if values.is_complex() else count(values < -shift)
     facts = facts_of(zeros=zeros, negative=negative)
     if negative and bool(case.out.isnan().any()):
         lowest = f"lowest {figure(float(values.min()))}"

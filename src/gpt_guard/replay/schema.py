@@ -36,6 +36,8 @@ MOVES = names(
 CARRIES = names("cat stack")
 # They let through some of their input's values, or bring infinities back into range.
 HIDES = MOVES | names("clamp clamp_max clamp_min exp relu sigmoid tanh _softmax")
+# torch.logdet ends in a `where` over the sign that they give.
+DETERMINANTS = names("_linalg_slogdet _linalg_det")
 RANDOM = torch.Tag.nondeterministic_seeded
 
 

@@ -144,7 +144,7 @@ class Replayer:
         try:
             for place, (recipe, changing) in enumerate(recipes_for(watch, capture, finding)):
                 left = max(ends - time.monotonic(), 0.0)
-                outcome = replay_step(watch.model, recipe, limit_s=left, changing=changing)
+                outcome = replay_step(watch.model, recipe, limit_s=left, changing=changing, live=True)
                 if outcome.reproduced:
                     self._tried = None if finding is None else (finding, place)
                     return outcome
@@ -172,8 +172,12 @@ class Replayer:
             capture = self.capture
             if capture is None or self._busy or not torch.is_grad_enabled():
                 return function(*args, **kwargs)
-            call = capture.loss_begins(function, args, kwargs)
-            result = function(*args, **kwargs)
+            call = capture.loss_begins(function, args, kwargs, 0 if self._watch is None else self._watch.step)
+            try:
+                result = function(*args, **kwargs)
+            except BaseException:
+                capture.loss_failed()
+                raise
             capture.loss_ended(call, result)
             return result
 
@@ -181,14 +185,15 @@ class Replayer:
 
 
 def _nothing_kept(finding: Finding | None, capture: Capture | None) -> str:
-    if capture is None or capture.count == 0:
+    if capture is None or (capture.count == 0 and not capture.calls):
         return (
-            "Not replayed: no call of the model itself was seen, so its inputs are not known. `model.compile()` hides "
-            "them, `torch.compile(model)` does not."
+            "Not replayed: the loop calls parts or methods of the model, not the model itself, so its inputs are not "
+            "known. (`model.compile()` hides its calls, `torch.compile(model)` does not.) Put what makes the loss into "
+            "one function and wrap it as guardian.watch_loss(function): it is then run again as a whole."
         )
     if finding is None or finding.moment is Moment.FORWARD:
         return "Not replayed: no call of the model itself was running, so its inputs are not known."
     return (
-        f"Not replayed: what micro-batch {finding.micro_batch} was made of is no longer held; of several large batches "
-        f"in a step only the last is."
+        f"Not replayed: what micro-batch {finding.micro_batch} was made of is no longer held. After an optimizer's "
+        f"step the weights of the forward are gone; of several large batches in a step only the last is held."
     )

@@ -13,7 +13,7 @@ from gpt_guard.hooks.tensors import readable, version_of, watchable
 
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 # What nn.Module itself keeps: registered tensors and modules, hooks, and the mode.
-_REGISTRIES = frozenset(vars(nn.Module()))
+REGISTRIES = frozenset(vars(nn.Module()))
 _PLAIN = (int, float, str, bool, type(None))
 
 
@@ -26,7 +26,7 @@ def lend_copies(model: nn.Module) -> None:
     for module in model.modules():
         attributes = vars(module)
         for name, value in attributes.items():
-            if type(value) in _CONTAINERS and name not in _REGISTRIES:
+            if type(value) in _CONTAINERS and name not in REGISTRIES:
                 if id(value) not in copies:
                     copies[id(value)] = copy.copy(value)
                 attributes[name] = copies[id(value)]
@@ -51,7 +51,7 @@ class OwnState:
             for name, buffer in module._buffers.items():
                 yield f"{prefix}{name}", self._key(buffer)
             for name, value in vars(module).items():
-                if name not in _REGISTRIES:
+                if name not in REGISTRIES:
                     yield f"{prefix}{name}", self._key(value)
 
     def _key(self, value: Any) -> Any:

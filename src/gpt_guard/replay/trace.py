@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,18 +31,24 @@ class Trace(TorchDispatchMode):
 
     - `limit_s`: seconds after which TimeUp is raised from inside of the next operation; None for no limit.
     - `on_limit`: called just before that.
+    - `given`: tensors that are to be named when they were bad from the start, by what they are to be called.
     """
 
     supports_higher_order_operators = True
 
     def __init__(
-        self, model: nn.Module, *, limit_s: float | None = None, on_limit: Callable[[], None] | None = None
+        self,
+        model: nn.Module,
+        *,
+        limit_s: float | None = None,
+        on_limit: Callable[[], None] | None = None,
+        given: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
         self._limit_s = limit_s
         self._on_limit = on_limit
         self._ends = float("inf")
-        self._follower = Follower(model)
+        self._follower = Follower(model, given)
         self._random: set[str] = set()
         self._asked = False
         self.skipped: dict[str, str] = {}

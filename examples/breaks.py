@@ -102,7 +102,7 @@ def chosen(args: argparse.Namespace) -> Break:
     "no-shift",
     "get_batch",
     "the targets are the inputs themselves, not one token later",
-    "No guard sees it, the training loss falls to nothing; preflight's trained loss (GG658) should speak",
+    "LossInputs (GG653) should speak in the first step, and preflight's trained loss (GG658)",
     "check --only initial-loss",
 )
 def targets_not_shifted(get_batch: GetBatch) -> GetBatch:
@@ -117,7 +117,7 @@ def targets_not_shifted(get_batch: GetBatch) -> GetBatch:
     "token-id",
     "data",
     "every hundredth training id is vocab_size, one more than the last that exists",
-    "torch should stop at the embedding, and preflight before it (GG631)",
+    "IndexCalls (GG631) should speak before torch stops at the embedding, and preflight before both",
     "check --only token-ids",
 )
 def ids_beyond_the_vocabulary(data: tuple[Tensor, int]) -> tuple[Tensor, int]:
@@ -130,7 +130,7 @@ def ids_beyond_the_vocabulary(data: tuple[Tensor, int]) -> tuple[Tensor, int]:
     "no-mask",
     "model",
     "attention has no causal mask, so that each position sees the token it should predict",
-    "No guard sees it, the loss falls far; preflight's causality (GG660) should speak",
+    "ModelProbe (GG660) should speak in the first step, and preflight's causality",
     f"check {FACTORY.format('unmasked')} --only causality",
 )
 def no_causal_mask(model: MiniGPT) -> MiniGPT:

@@ -111,15 +111,15 @@ def test_each_break_makes_its_guard_speak(
 
 
 @pytest.mark.parametrize(
-    ("name", "stage", "code"),
-    [("no-shift", "Initial loss", "GG658"), ("no-mask", "Causality", "GG660")],
+    ("name", "guard", "stage", "code"),
+    [("no-shift", "LossInputs", "Initial loss", "GG658"), ("no-mask", "ModelProbe", "Causality", "GG660")],
 )
-def test_what_no_guard_sees_is_found_by_the_printed_command(
-    train: Run, in_run: Path, capsys: pytest.CaptureFixture[str], name: str, stage: str, code: str
+def test_what_is_there_from_the_first_step_is_found_in_it_and_by_the_printed_command(
+    train: Run, in_run: Path, capsys: pytest.CaptureFixture[str], name: str, guard: str, stage: str, code: str
 ) -> None:
     train(*LEARNED, "--break", name)
     shown = capsys.readouterr().out
-    assert told(shown, name) == ["no guard"]
+    assert [line.split(", ", 1)[1] for line in told(shown, name)] == [f"step 0, {guard}"]
     status, out = gpt_guard(*printed(shown))
     assert status == 1
     assert stage in out
@@ -135,13 +135,15 @@ def test_the_same_commands_find_nothing_in_a_healthy_run(train: Run, in_run: Pat
         assert status == 0, out
 
 
-def test_an_id_beyond_the_vocabulary_stops_torch_and_is_found_in_the_file(
+def test_an_id_beyond_the_vocabulary_is_named_before_it_stops_torch_and_is_found_in_the_file(
     train: Run, in_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(IndexError):
         train(*ENOUGH, "--break", "token-id")
     shown = capsys.readouterr().out
-    assert told(shown, "token-id")[0].startswith("torch itself: IndexError")
+    named, stopped = told(shown, "token-id")
+    assert named.startswith("GG631")
+    assert stopped.startswith("torch itself: IndexError")
     status, out = gpt_guard(*printed(shown))
     assert status == 1
     assert "GG631" in out

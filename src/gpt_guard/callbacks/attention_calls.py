@@ -32,6 +32,7 @@ class AttentionCalls(Guard):
     """
 
     inspects: ClassVar[bool] = True
+    inspects: ClassVar[bool] = True
 
     judged_at: ClassVar[frozenset[Moment]] = frozenset()
 

@@ -31,6 +31,7 @@ class IndexCalls(Guard):
       padding stands at an end of a row, and less changes no loss that anyone would look at.
     """
 
+    inspects: ClassVar[bool] = True
     judged_at: ClassVar[frozenset[Moment]] = frozenset()
 
     def __init__(self, padding_share: float = 0.01) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from gpt_guard.aftermath import explained
 from gpt_guard.errors import error_for
 from gpt_guard.policy import Policy
 from gpt_guard.progress import Progress
@@ -53,6 +54,10 @@ class Desk:
         not be masked.
         """
         action = self.policy(finding)
+        if action is not Action.HALT:
+            # What would halt is left as it is: its cause may be of those that do not.
+            finding = explained(finding, self._findings)
+            action = self.policy(finding)
         if self.quiet and action is Action.HALT:
             action = Action.WARN
         self.counts[finding.code] += 1
@@ -60,17 +65,27 @@ class Desk:
         known = self.repeats[finding.cause] > 1
         if known and action is not Action.HALT:
             return
-        finding = self._with_context(finding)
-        if self._enrich is not None and not self.quiet:
-            finding = self._enrich(finding)
-        if self._note is not None and not self.quiet:
-            finding = self._note(finding, action)
+        finding, stopped = self._in_full(self._with_context(finding), action)
         if len(self._findings) < _MOST_CAUSES:
             self._findings.append(finding)
         for sink in self.sinks:
             sink.find(finding, action)
-        if action is Action.HALT:
-            raise error_for(finding)
+        error = error_for(finding) if action is Action.HALT else None
+        if stopped is not None:
+            raise stopped from error
+        if error is not None:
+            raise error
+
+    def _in_full(self, finding: Finding, action: Action) -> tuple[Finding, KeyboardInterrupt | None]:
+        """The finding with its replay and its bundle; a Ctrl-C meanwhile goes on once it is told."""
+        try:
+            if self._enrich is not None and not self.quiet:
+                finding = self._enrich(finding)
+            if self._note is not None and not self.quiet:
+                finding = self._note(finding, action)
+        except KeyboardInterrupt as stopped:
+            return finding, stopped
+        return finding, None
 
     def _with_context(self, finding: Finding) -> Finding:
         recent = tuple(self._progress.recent)

@@ -186,7 +186,7 @@ class Guardian(Staged):
         Raises GuardUsageError, naming the metric, for anything else.
         """
         numbers = arguments.checked_metrics(metrics)
-        self._progress.metrics.update(numbers)
+        self._progress.log(numbers)
         self._desk.log(max(self._progress.step - 1, 0), numbers)
 
     @contextmanager

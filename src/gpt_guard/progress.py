@@ -28,6 +28,7 @@ class Progress:
         self.latest: Observation | None = None
         self.recent: deque[Observation] = deque(maxlen=_KEPT)
         self.metrics: dict[str, float] = {}
+        self.times_logged: dict[str, int] = {}
         self.clipped = 0
         self.finished = 0
         self.inspected: dict[str, Any] = {}
@@ -59,6 +60,12 @@ class Progress:
             self._norms.append(seen.grad_norm)
             known = self._norm_max
             self._norm_max = seen.grad_norm if known is None or not known >= seen.grad_norm else known
+
+    def log(self, numbers: dict[str, float]) -> None:
+        """Take in numbers of the user's own; how often each came tells an old one from an equal one."""
+        self.metrics.update(numbers)
+        for name in numbers:
+            self.times_logged[name] = self.times_logged.get(name, 0) + 1
 
     def facts(self) -> dict[str, Any]:
         """The figures of the summary, by the field names of Report."""

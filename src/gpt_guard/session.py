@@ -67,7 +67,7 @@ class Session:
                 run_dir=run_dir,
             )
             watch.step = progress.step
-            watch.logged = progress.metrics
+            watch.logged, watch.times_logged = progress.metrics, progress.times_logged
             self.watch = watch
             if replayer is not None:
                 undo.callback(replayer.close)

@@ -166,6 +166,24 @@ def no_model() -> str:
     return "no model"
 
 
+class OnlyMethods(nn.Module):
+    """Has no forward: the loop calls a method."""
+
+    def __init__(self, eps: float = 0.0) -> None:
+        super().__init__()
+        self.eps = eps
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def loss(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.head(torch.log(self.body(x).abs() * 0 + self.eps)).mean()
+        return loss
+
+
+def leaves() -> nn.Module:
+    """Like a script that does not know the arguments it was called with."""
+    raise SystemExit(3)
+
+
 def broken_factory() -> nn.Module:
     raise RuntimeError("cannot be built")
 

@@ -157,3 +157,59 @@ def loaded_whole() -> Tuned:
 )
 def test_what_the_first_step_finds_as_it_is_meant_is_silent(model: Tuned, begin: Callable[[Tuned], object]) -> None:
     assert run_from_the_top(model, begin) == ()
+
+
+class Taught(nn.Module):
+    """A student beside its frozen teacher, which is asked without gradients, or with them."""
+
+    def __init__(self, *, quiet: bool = True) -> None:
+        super().__init__()
+        self.student, self.teacher = (
+            nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 2)) for _ in range(2)
+        )
+        self.teacher.eval().requires_grad_(False)
+        self.quiet = quiet
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(not self.quiet):
+            taught = self.teacher(x)
+        logits: Tensor = self.student(x) + taught
+        return logits
+
+
+def taught(model: Taught, begin: Callable[[Taught], object]) -> tuple[Finding, ...]:
+    optimizer = torch.optim.AdamW(model.student.parameters(), lr=1e-3)
+    with Guardian(model, optimizer, guards=[EvalModeAssert()], sinks=[]) as guardian:
+        begin(model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.cross_entropy(model(torch.randn(8, 4)), torch.randint(2, (8,))).backward()
+            optimizer.step()
+    assert not model.teacher[1]._forward_pre_hooks
+    return guardian.findings
+
+
+def test_the_dropout_of_a_teacher_that_a_blanket_train_reaches_is_told() -> None:
+    (found,) = taught(Taught(), lambda model: model.train())
+    assert (found.code, found.step, found.module) == ("GG506", 0, "teacher.1")
+    assert "Their parameters are frozen" in found.seen
+
+
+@pytest.mark.parametrize(
+    ("model", "begin"),
+    [
+        (Taught(), lambda model: model.student.train()),
+        (Taught(), lambda model: model.teacher.train()),
+        (Taught(quiet=False), lambda model: model.train()),
+    ],
+    ids=["student alone", "teacher on purpose", "gradients flow through it"],
+)
+def test_a_teacher_that_is_left_as_it_was_is_silent(model: Taught, begin: Callable[[Taught], object]) -> None:
+    assert taught(model, begin) == ()
+
+
+def test_no_hook_stays_where_nothing_is_trained() -> None:
+    model = Taught()
+    with Guardian(model, None, guards=[EvalModeAssert()], sinks=[], inspect_steps=0):
+        pass
+    assert not model.teacher[1]._forward_pre_hooks

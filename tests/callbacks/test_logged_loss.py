@@ -71,6 +71,23 @@ def test_an_average_that_leaves_it_out() -> None:
     assert "train_loss=" in found.seen
 
 
+class Frozen:
+    """A running average that is left as it is, and logged again, where the loss is not finite."""
+
+    def __init__(self) -> None:
+        self.mean = 0.0
+
+    def __call__(self, guardian: Guardian, loss: Tensor) -> None:
+        if loss.isfinite():
+            self.mean = 0.9 * self.mean + 0.1 * float(loss)
+        guardian.log(loss=self.mean)
+
+
+def test_an_average_that_stands_still() -> None:
+    (found,) = train(Frozen())
+    assert found.step == BAD
+
+
 def test_it_is_told_at_the_end_too() -> None:
     (found,) = train(replaced, last=BAD + 1)
     assert found.step == BAD
@@ -102,7 +119,7 @@ def test_a_log_that_hides_nothing_is_silent(log: Log) -> None:
     assert train(log) == []
 
 
-@pytest.mark.parametrize("log", [replaced, Average()])
+@pytest.mark.parametrize("log", [replaced, Average(), Frozen()])
 def test_finite_losses_are_silent(log: Log) -> None:
     assert train(log, bad=2.0) == []
 

@@ -56,6 +56,23 @@ def test_what_is_no_second_softmax_is_silent(score: Score) -> None:
     assert codes(alone(model, lambda: policy_loss(model, score))) == []
 
 
+def drawn(model: nn.Module, *, as_logits: bool) -> Tensor:
+    """A policy gradient on actions that are drawn from probabilities."""
+    given = model(torch.randn(32, 12)).softmax(-1)
+    policy = torch.distributions.Categorical(logits=given) if as_logits else torch.distributions.Categorical(given)
+    loss: Tensor = -(policy.log_prob(policy.sample()) * torch.randn(32)).mean()
+    return loss
+
+
+def test_probabilities_as_the_logits_of_a_distribution_are_told() -> None:
+    model = nn.Linear(12, 7)
+    (found,) = alone(model, lambda: drawn(model, as_logits=True)).findings
+    assert found.code == "GG652"
+    assert found.where is not None
+    assert "logits=given" in found.where.text
+    assert codes(alone(model, lambda: drawn(model, as_logits=False))) == []
+
+
 def pictures(move: Score, height: int) -> list[str]:
     model = nn.Conv2d(3, 5, 3, padding=1)
 

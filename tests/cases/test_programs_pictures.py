@@ -6,7 +6,6 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -49,16 +48,13 @@ def accuracy(model: nn.Module, loader: Any) -> float:
     return hits / len(loader.dataset)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_an_image_classifier_with_validation_and_checkpoints(
-    guarded: Guarded, tmp_path: Path, smoothing: float
-) -> None:
+def test_an_image_classifier_with_validation_and_checkpoints(guarded: Guarded, tmp_path: Path) -> None:
     train, valid = picture_loaders()
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=5e-4)
     epochs = 14
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=epochs * len(train))
-    criterion = nn.CrossEntropyLoss(label_smoothing=smoothing)
+    criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     best, losses = 0.0, []
     with guarded(model, optimizer, scheduler=scheduler):
         for epoch in range(epochs):

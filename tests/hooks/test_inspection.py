@@ -128,6 +128,22 @@ def test_the_last_of_several_optimizers_has_its_inspected_steps_too() -> None:
     assert looker.steps == [(0, True), (1, True), (0, True), (1, True), (0, False), (1, False)]
 
 
+def test_parts_of_a_container_with_optimizers_of_their_own_are_not_inspected_for_ever() -> None:
+    """The container is never called itself, so no forward of it ends the stretch."""
+    looker = Looker()
+    parts = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)) for _ in range(2))
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in parts]
+    with Guardian(parts, optimizers, guards=[looker], sinks=[], inspect_steps=2) as guardian:
+        for _ in range(8):
+            for part, optimizer in zip(parts, optimizers, strict=True):
+                optimizer.zero_grad()
+                part(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+    assert guardian.report().inspected_steps == 2
+    assert {step for step, _ in looker.steps} == {0, 1, 2}
+    assert looker.stretches == ["begin", "end"]
+
+
 def test_a_resumed_run_is_inspected_again() -> None:
     looker = Looker()
     loop = Loop(looker, inspect_steps=1)

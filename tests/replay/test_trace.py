@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -136,3 +138,20 @@ def test_the_figures_explain_the_case() -> None:
     assert (found.output.bad_rows, found.output.first_bad, found.output.neg_inf) == ((1,), (1, 0), 4)
     assert found.shows == "log of 4 zeros"
     assert type(found).model_validate_json(found.model_dump_json()) == found
+
+
+def test_the_first_replay_of_a_process_has_its_time_for_itself() -> None:
+    """What torch imports for it takes seconds, and a replay may be given less."""
+    code = (
+        "import sys, torch; from gpt_guard import FiniteGuard, Guardian, NonFiniteError\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "model.register_forward_hook(lambda module, args, output: (output * 0).log() * 0)\n"
+        "print('torch._dynamo' in sys.modules)\n"
+        "try:\n"
+        "    with Guardian(model, guards=[FiniteGuard()], sinks=[], replay=1.0): model(torch.ones(1, 2))\n"
+        "except NonFiniteError as error: print(error.finding.replay)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    imported, replayed = done.stdout.splitlines()
+    assert imported == "False"
+    assert replayed.startswith("Reproduced"), done.stderr

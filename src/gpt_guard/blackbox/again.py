@@ -96,19 +96,31 @@ def replay(
     opened = bundle if isinstance(bundle, Bundle) else read_bundle(bundle)
     notes = _load(opened, model, plain_optimizers(optimizer), buffers)
     recipe = _recipe(opened, model, loss_fn, args, kwargs)
+    holes = [] if args is not None or kwargs is not None else _holes(opened)
     if opened.recipe.loss is not None and loss_fn is None:
         name = opened.recipe.loss.function
         notes.append(f"the loss function {name} was not run: give it as loss_fn (--loss package.module:function)")
     notes += differences(opened.environment, environment_of(model))
     outcome = replay_step(model, recipe, limit_s=limit_s)
     if recipe.finding is None or target_of(recipe.finding) is None:
-        return _told(opened, recipe, _whole_forward(outcome), notes)
-    if not outcome.reproduced and outcome.decided:
+        outcome = _whole_forward(outcome)
+    elif not outcome.reproduced and outcome.decided:
         # The tensor of the finding is good; a step that fails elsewhere is not mended all the same.
         elsewhere = replay_step(model, replace(recipe, finding=None), limit_s=limit_s)
         if (whole := _whole_forward(elsewhere)).reproduced:
-            return _told(opened, recipe, whole, notes)
+            outcome = whole
+    if holes and not outcome.reproduced:
+        # A forward that fails over a hole, or goes another way because of it, says nothing about the fault.
+        raise GuardUsageError(
+            f"{opened.path}: {some(holes)} is no plain data and was left out; give the inputs: "
+            f"gpt_guard.replay(bundle, model, args=..., kwargs=...)"
+        )
+    notes += [f"None was given for {some(holes)}, which is no plain data"] if holes else []
     return _told(opened, recipe, outcome, notes)
+
+
+def _holes(bundle: Bundle) -> list[str]:
+    return [path for path in bundle.manifest.holes if path.startswith(("args[", "kwargs["))]
 
 
 def _whole_forward(outcome: Outcome) -> Outcome:
@@ -170,15 +182,14 @@ def _check_recorded(bundle: Bundle, loss_fn: Callable[..., Any] | None, *, given
             f"{bundle.path}: no forward was recorded, so there is nothing to run again ({bundle.finding.code} "
             f"{bundle.finding.title}); finding.json and model.pt show the state it was found in"
         )
+    if bundle.recipe.alone and loss_fn is None and bundle.recipe.loss is not None:
+        raise GuardUsageError(
+            f"{bundle.path}: the loop called parts or methods of the model, and what can be run again is the loss "
+            f"function {bundle.recipe.loss.function}: give it as loss_fn (--loss package.module:function)"
+        )
     if not given and not bundle.has(FileName.BATCH):
         raise GuardUsageError(
             f"{bundle.path}: the inputs are not in the bundle ({bundle.why_absent(FileName.BATCH)}); give them: "
-            f"gpt_guard.replay(bundle, model, args=..., kwargs=...)"
-        )
-    holes = [path for path in bundle.manifest.holes if path.startswith(("args[", "kwargs["))]
-    if holes and not given:
-        raise GuardUsageError(
-            f"{bundle.path}: {some(holes)} is no plain data and was left out; give the inputs: "
             f"gpt_guard.replay(bundle, model, args=..., kwargs=...)"
         )
     if loss_fn is not None and bundle.recipe.loss is None:

@@ -48,6 +48,8 @@ class StoredRecipe(Record):
     evaluation: bool = False
     reached: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    inside: bool = False
+    alone: bool = False
     finding: Finding | None = None
     ambient: StoredAmbient | None = None
     loss: StoredLoss | None = None
@@ -64,6 +66,8 @@ def stored(recipe: Recipe | None) -> StoredRecipe:
         evaluation=recipe.evaluation,
         reached=recipe.reached,
         notes=recipe.notes,
+        inside=recipe.inside,
+        alone=recipe.alone,
         finding=recipe.finding,
         ambient=_stored_ambient(recipe.ambient),
         loss=None if loss is None else _stored_loss(loss),
@@ -100,7 +104,10 @@ def parts_of(recipe: Recipe, model: nn.Module) -> list[Part]:
         random["loss"], gradients["loss"] = loss.ambient.random, loss.gradients
         what = "what the loss function was called with"
         own = {id(model), id(unwrap(model))}
-        args = tuple(_THE_MODEL if id(value) in own else value for value in loss.args)
+        # A method of the model is called on the model that is built anew.
+        owner = getattr(loss.function, "__self__", None)
+        given = loss.args if owner is None or id(owner) not in own else (owner, *loss.args)
+        args = tuple(_THE_MODEL if id(value) in own else value for value in given)
         kwargs = {name: _THE_MODEL if id(value) in own else value for name, value in loss.kwargs.items()}
         parts.append(Part(FileName.LOSS, what, {"loss_args": args, "loss_kwargs": kwargs}))
     if any(gradients.values()):
@@ -146,6 +153,8 @@ def rebuilt(
         step=record.step,
         micro_batch=record.micro_batch,
         evaluation=record.evaluation,
+        inside=record.inside,
+        alone=record.alone,
     )
 
 

@@ -62,7 +62,8 @@ class BlackBox(Sink):
     ) -> None:
         if isinstance(limit_mb, bool) or not isinstance(limit_mb, (int, float)) or not limit_mb >= 0:
             raise GuardUsageError(f"bundle_limit_mb={limit_mb!r:.40} cannot work: give megabytes, a number from 0 on")
-        self.run_dir = None if run_dir is None else Path(run_dir)
+        # A loop may change its folder later.
+        self.run_dir = None if run_dir is None else Path(run_dir).absolute()
         self._subject = subject
         self._recipe_for = recipe_for
         # Weak: the Guardian that makes the report holds this.
@@ -93,7 +94,7 @@ class BlackBox(Sink):
         except Exception as error:  # a bundle must not cost the finding that it is about
             self._give_up(error)
             return finding
-        return finding if path is None else finding.model_copy(update={"bundle": str(path)})
+        return finding if path is None else finding.model_copy(update={"bundle": _shown(path)})
 
     def _bundle_of(self, run_dir: Path, finding: Finding, action: Action) -> Path | None:
         if not _is_failure(finding, action):
@@ -158,6 +159,12 @@ def _is_failure(finding: Finding, action: Action) -> bool:
     """Numbers that went bad, whatever is done about them, and anything else that halts."""
     numeric = finding.code.startswith("GG1") and finding.severity is Severity.ERROR
     return numeric or action is Action.HALT
+
+
+def _shown(path: Path) -> str:
+    """The path as a person would type it in the folder where the program is now."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _free_name(run_dir: Path, step: int | None) -> Path:

@@ -32,7 +32,6 @@ class AttentionCalls(Guard):
     """
 
     inspects: ClassVar[bool] = True
-    inspects: ClassVar[bool] = True
 
     judged_at: ClassVar[frozenset[Moment]] = frozenset()
 

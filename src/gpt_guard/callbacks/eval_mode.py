@@ -80,7 +80,7 @@ class EvalModeAssert(Guard):
         super().attach(watch)
         self._clear()
         self._look()
-        self._began.enter(watch.model, self._sensitive)
+        self._began.enter(watch, self._sensitive)
         watch.modes_meant.update(self._allow)
         watch.forward_begins.append(self._forward_begins)
         self._spectral.attach(watch)
@@ -89,7 +89,8 @@ class EvalModeAssert(Guard):
         if self._watch is not None and self._forward_begins in self._watch.forward_begins:
             self._watch.forward_begins.remove(self._forward_begins)
             self._quiet_again()
-        self._spectral.detach()
+        for each in (self._spectral, self._began):
+            each.detach()
         self._clear()
         super().detach()
 
@@ -195,10 +196,8 @@ class EvalModeAssert(Guard):
         known, rhythm = self._suspicion, self._rhythm
         if known is not None and not self._in_backward and (self._backwards or known.calls > 1):
             self._tell(known)
-        elif self._held is not None and rhythm.kept:
-            self._tell(self._held, why=EACH_STEP)
-        elif self._held is not None and rhythm.suspicious:
-            self._tell(self._held)
+        elif self._held is not None and (rhythm.kept or rhythm.suspicious):
+            self._tell(self._held, why=EACH_STEP if rhythm.kept else "")
         return ()
 
     def _tell(self, known: Suspicion, why: str = "") -> None:

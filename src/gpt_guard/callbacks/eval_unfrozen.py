@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
+from typing import Any
 
+import torch
 from torch import nn
 
 from gpt_guard.callbacks.eval_words import call
 from gpt_guard.callbacks.mode_sensitive import Sensitive, described
 from gpt_guard.catalogue import finding
+from gpt_guard.hooks.copies import Uncopiable, Uncopied
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment
 
@@ -17,18 +20,33 @@ from gpt_guard.records import Finding, Moment
 class BeganInEval:
     """The modules that were in eval mode in the first training step, while the model itself was not.
 
-    `.train()` at the top of the loop comes before that step: of frozen normalisation the mode on entry counts as well.
+    `.train()` at the top of the loop comes before that step: of frozen normalisation the mode on entry counts as well,
+    and of frozen dropout that runs without gradients alone, as a teacher does. Dropout of a frozen body that was loaded
+    in eval mode, and through which gradients flow, is to train in training mode.
     """
 
     def __init__(self) -> None:
         # Whether their parameters were frozen then.
         self._frozen: dict[str, bool] | None = None
         self._entered: set[str] = set()
+        self._teachers: dict[str, _Calls] = {}
+        self._handles: list[Uncopiable] = []
 
-    def enter(self, model: nn.Module, modules: Sequence[Sensitive]) -> None:
-        """Note the modes on entry. Dropout is left out: what was loaded in eval mode is to train in training mode."""
-        kept = (each.path for each in modules if each.buffers and not each.module.training)
-        self._entered = {path for path in kept if _is_frozen(model, path)} if model.training else set()
+    def enter(self, watch: Watch, modules: Sequence[Sensitive]) -> None:
+        """Note the modes on entry; modules that may be a teacher's get a hook until the first step is judged."""
+        kept = [each for each in modules if watch.model.training and not each.module.training]
+        for each in (each for each in kept if _is_frozen(watch.model, each.path)):
+            if each.buffers:
+                self._entered.add(each.path)
+            elif each.path in watch.tap.names:
+                calls = self._teachers[each.path] = _Calls(each.module)
+                self._handles.append(Uncopiable(each.module.register_forward_pre_hook(calls)))
+
+    def detach(self) -> None:
+        """Take the hooks away; may run twice."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._teachers.clear()
 
     def judge(
         self, watch: Watch, step: int, modules: Sequence[Sensitive], modes: Sequence[bool], *, first: bool
@@ -39,13 +57,31 @@ class BeganInEval:
         if known is None:
             off = [each.path for each, training in pairs if first and not training]
             self._frozen = {path: _is_frozen(watch.model, path) for path in off}
-            on = [each for each, training in pairs if first and training and each.path in self._entered]
-            if on and (found := _unfrozen(watch, step, on, self._entered, "on entry")) is not None:
+            entered = self._entered | {path for path, calls in self._teachers.items() if calls.quiet}
+            self.detach()
+            on = [each for each, training in pairs if first and training and each.path in entered]
+            if on and (found := _unfrozen(watch, step, on, entered, "on entry")) is not None:
                 yield found
         elif known and (on := [each for each, training in pairs if training and each.path in known]):
             was_frozen = {each.path for each in on if known.pop(each.path)}
             if (found := _unfrozen(watch, step, on, was_frozen)) is not None:
                 yield found
+
+
+class _Calls(Uncopied):
+    """Notes how one module is called: `quiet` where that was always without gradients."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._modes: set[bool] = set()
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if module is self._module and not torch.compiler.is_compiling():
+            self._modes.add(torch.is_grad_enabled())
+
+    @property
+    def quiet(self) -> bool:
+        return self._modes == {False}
 
 
 def _unfrozen(
@@ -60,6 +96,9 @@ def _unfrozen(
     frozen = [each for each in modules if _is_frozen(watch.model, each.path)]
     told = frozen or [each for each in modules if each.buffers and each.path not in was_frozen]
     if who is None or not told or _on_the_part(who[0], [each.path for each in modules]):
+        return None
+    if who[0] and _is_frozen(watch.model, who[0]):
+        # A call on what is frozen as a whole reaches nothing else.
         return None
     statistics = sum(each.buffers for each in told)
     seen = (

@@ -17,6 +17,7 @@ from gpt_guard.callbacks.finite_late import LateReadings
 from gpt_guard.callbacks.finite_loss import loss_outside
 from gpt_guard.callbacks.finite_state import bad_after_step
 from gpt_guard.callbacks.finite_step import AtStep
+from gpt_guard.callbacks.finite_told import Told
 from gpt_guard.callbacks.finite_verdict import bad_batch, verdict
 from gpt_guard.callbacks.microscope import Microscope
 from gpt_guard.callbacks.settings import check_types, patterns
@@ -69,13 +70,7 @@ class FiniteGuard(Guard):
         self._begin()
 
     def _begin(self) -> None:
-        # A forward that went bad is told once; so is a step, whose gradients follow from it.
-        self._bad_forward = False
-        self._bad_step = False
-        # Until the step has been judged, what is bad after it follows from that too.
-        self._told = False
-        # False while the findings of an observation are being told: one of them may halt.
-        self._all_told = True
+        self._told = Told()
         self._batch: tuple[Blame, dict[str, Any]] | None = None
         self._micro_batch = 0
         self._at_step = AtStep()
@@ -113,9 +108,8 @@ class FiniteGuard(Guard):
     # Forward, where reading is free.
 
     def _forward_begins(self) -> None:
-        if not self._all_told:
-            self._go_on()
-        self._bad_forward = False
+        self._told.begin()
+        self._told.forward = False
         watch = self.watch
         if not watch.immediate:
             self._late.keep_forward(watch, self._micro_batch, self._untouched, evaluation=False)
@@ -132,7 +126,7 @@ class FiniteGuard(Guard):
         return place if evaluation else {**place, "micro_batch": micro_batch}
 
     def _suspect(self, index: int, position: str, tensor: Tensor, entering: bool) -> None:
-        if self._bad_forward or (stats := describe(tensor)) is None:
+        if self._told.forward or (stats := describe(tensor)) is None:
             return
         here = self._here_now()
         if stats.only_neg_inf:
@@ -145,21 +139,9 @@ class FiniteGuard(Guard):
         self._accuse(culprit, tensor, here if culprit.where is None else here | {"where": culprit.where})
 
     def _accuse(self, culprit: Blame, tensor: Tensor | None, here: dict[str, Any]) -> None:
-        self._bad_forward = self._bad_step = True
+        self._told.forward = self._told.step = True
         for found in verdict(self.watch, self._state, self._context, culprit, tensor, here):
-            self._submit(found)
-
-    def _submit(self, found: Finding) -> None:
-        try:
-            self.watch.submit(found)
-        except BaseException:
-            self._go_on()
-            raise
-
-    def _go_on(self) -> None:
-        """The loop was halted. If it catches that and goes on with another batch, nothing of this one is left."""
-        self._all_told = True
-        self._bad_forward = self._bad_step = self._told = False
+            self._told.submit(self.watch.submit, found)
 
     def _accuse_batch(self) -> bool:
         """Whether the training batch was bad: then it is told, since what goes bad after it follows from it."""
@@ -179,22 +161,21 @@ class FiniteGuard(Guard):
     def before_backward(self, loss: Tensor) -> None:
         """Test the loss itself before anything depends on it."""
         watch = self.watch
-        if not self._all_told:
-            self._go_on()
+        self._told.begin()
         # Until the step, to tell the order of backward if a gradient is bad; its saved tensors are freed by then.
         self._loss = loss
         if not watch.immediate:
             # What methods of the model have called: no call of the model itself has ended.
             self._late.keep_forward(watch, self._micro_batch, self._untouched, evaluation=False)
-        if not watch.immediate or self._bad_forward or is_finite_scalar(loss):
+        if not watch.immediate or self._told.forward or is_finite_scalar(loss):
             return
         stats = describe(loss)
         if stats is not None and reaches(loss, watch.tracked.values()) and not self._accuse_batch():
             value = loss.item() if loss.numel() == 1 else math.nan
-            self._bad_forward = self._bad_step = True
+            self._told.forward = self._told.step = True
             here = {**self._here_now(), "moment": Moment.BEFORE_BACKWARD, "evaluation": False}
             masks, diverging = self._context.mask_names(watch), self._context.diverging
-            self._submit(loss_outside(watch, value, loss, stats, masks, here, diverging=diverging))
+            self._told.submit(watch.submit, loss_outside(watch, value, loss, stats, masks, here, diverging=diverging))
 
     def after_backward(self) -> None:
         """Look at the gradients before clipping can spread one NaN to all of them."""
@@ -203,15 +184,13 @@ class FiniteGuard(Guard):
         if not watch.immediate:
             self._late.keep_backward(watch, micro_batch, self._loss, gradients=self.gradients and not watch.scaling)
             return
-        if self.gradients and norms is not None and not watch.scaling and not self._bad_step:
+        if self.gradients and norms is not None and not watch.scaling and not self._told.step:
             bad = confirmed(watch, norms.names, norms.norms)
             if bad and not self._accuse_batch():
-                self._bad_step = True
+                self._told.step = True
                 here = {"step": watch.step, "micro_batch": micro_batch, "where": user_line()}
-                self._submit(bad_gradient(watch, bad, self._loss, here))
+                self._told.submit(watch.submit, bad_gradient(watch, bad, self._loss, here))
         self._loss = None
-
-    # Steps.
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Hand what waited to the host read that follows."""
@@ -229,31 +208,29 @@ class FiniteGuard(Guard):
 
     def judge(self, seen: Observation) -> Iterable[Finding]:
         """What the host read brought: forward and gradients before the step, parameters and buffers after it."""
-        self._all_told = False
-        yield from self._judge(seen)
-        self._all_told = True
+        return self._told.each(self._judge(seen))
 
     def _judge(self, seen: Observation) -> Iterator[Finding]:
         if seen.moment is Moment.AFTER_STEP:
             yield from self._judge_state(seen)
             if self.watch.immediate:
-                self._bad_forward = self._bad_step = False
-            self._told = False
+                self._told.forward = self._told.step = False
+            self._told.after = False
             return
         if not self.watch.immediate:
             yield from self._judge_late(seen)
         if seen.moment is Moment.BEFORE_STEP and not seen.skipped:
-            gradients = self.gradients and not self._bad_step
+            gradients = self.gradients and not self._told.step
             yield from self._at_step.judge(self.watch, self._state, seen, gradients=gradients)
-            self._bad_step = self._bad_step or self._at_step.bad
+            self._told.step = self._told.step or self._at_step.bad
         if seen.skipped:
             self._micro_batch = 0
         if seen.moment is Moment.BEFORE_STEP:
             yield from self._context.note_step(self.watch, seen)
             self._loss = self._batch = None
-            self._told = self._told or self._bad_step
+            self._told.after = self._told.after or self._told.step
             if seen.skipped or not self.watch.immediate:
-                self._bad_forward = self._bad_step = False
+                self._told.forward = self._told.step = False
 
     def _judge_late(self, seen: Observation) -> Iterator[Finding]:
         """One bad forward is told once, and nothing that follows from it in the same step."""
@@ -262,11 +239,11 @@ class FiniteGuard(Guard):
             self._context.note_mask(watch, index, shown, self._here(micro_batch, evaluation=evaluation))
         for trouble in self._late.troubles(watch, seen.readings, self._state.masks):
             if isinstance(trouble.what, Blame):
-                self._bad_step = self._bad_step or not trouble.evaluation
+                self._told.step = self._told.step or not trouble.evaluation
                 here = self._here(trouble.micro_batch, evaluation=trouble.evaluation)
                 yield from verdict(watch, self._state, self._context, trouble.what, None, here)
-            elif not self._bad_step:
-                self._bad_step = True
+            elif not self._told.step:
+                self._told.step = True
                 here = {"step": watch.step, "micro_batch": trouble.micro_batch}
                 if isinstance(trouble.what, dict):
                     yield bad_gradient(watch, trouble.what, trouble.loss, here)
@@ -277,6 +254,6 @@ class FiniteGuard(Guard):
 
     def _judge_state(self, seen: Observation) -> Iterator[Finding]:
         bad = self._state.turned_bad(seen.readings.get("finite.state", []))
-        if bad and not self._told:
+        if bad and not self._told.after:
             written = {name for name in bad if self._state.written_between(name)}
             yield from bad_after_step(self.watch, bad, seen, written)

@@ -169,7 +169,7 @@ def changed_before_step(
     return finding(
         "GG104",
         f"The gradient of `{first}` holds {amount(bad[first])} at the step. {when}{also}",
-        likely=["half_overflow" if scaled else "hook_or_manual"],
+        likely=["half_overflow" if scaled else "hook_or_manual" if seen else "steep"],
         module=module,
         module_class=kind,
         parameter=first,

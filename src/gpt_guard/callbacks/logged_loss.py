@@ -23,12 +23,11 @@ class LoggedLoss(Guard):
     the training loss is one of these numbers; where either is not finite, nothing is hidden.
 
     Judges the loss that was read for the step anyway, also of a step that a GradScaler leaves out; reads nothing.
-    A number that is logged again exactly as in the step before cannot be told from one that was not logged.
     """
 
     def __init__(self) -> None:
         self._bad: tuple[int, float] | None = None
-        self._known: dict[str, float] = {}
+        self._known: dict[str, int] = {}
 
     def attach(self, watch: Watch) -> None:
         super().attach(watch)
@@ -39,7 +38,7 @@ class LoggedLoss(Guard):
             yield from self._compare()
         if seen.loss is not None and not math.isfinite(seen.loss):
             self._bad = (seen.step, seen.loss)
-            self._known = self._losses()
+            self._known = dict(self.watch.times_logged)
 
     def finish(self) -> Iterator[Finding]:
         if self._bad is not None:
@@ -53,7 +52,8 @@ class LoggedLoss(Guard):
             return
         (step, loss), self._bad = self._bad, None
         # What stands there from before was logged for another step.
-        new = {name: value for name, value in self._losses().items() if value != self._known.get(name)}
+        times, known = self.watch.times_logged, self._known
+        new = {name: value for name, value in self._losses().items() if times.get(name) != known.get(name)}
         if not new or not all(math.isfinite(value) for value in new.values()):
             return
         logged = ", ".join(f"{name}={number(value)}" for name, value in new.items())

@@ -103,7 +103,7 @@ class Seen:
             self.causal = self.causal or bool(call.get("is_causal", False)) or _hides_later(call.get("attn_mask"))
         elif call.kind == "masked_fill":
             self.causal = self.causal or _hides_later(call.get("mask"), hidden=True)
-        else:
+        elif call.kind == "reshape":
             source, result = call.get("input"), call.result
             if isinstance(source, Tensor) and not source.is_floating_point() and source.dim() == 2:
                 self.sources[result] = tuple(source.shape)

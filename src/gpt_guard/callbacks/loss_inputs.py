@@ -92,7 +92,7 @@ class LossInputs(Guard):
         inspection.functions.listen(LOSSES, self._before, before=True)
         inspection.functions.listen(LOSSES, self._after)
         inspection.functions.listen(
-            (*SQUASHES, "embedding", "reshape", "attention", "masked_fill", "gradient_hook"), self._other
+            (*SQUASHES, "logsumexp", "embedding", "reshape", "attention", "masked_fill", "gradient_hook"), self._other
         )
 
     def detach(self) -> None:
@@ -104,7 +104,8 @@ class LossInputs(Guard):
     def _other(self, call: FunctionCall) -> None:
         if not self.watch.inspection.active:
             return
-        if call.kind in SQUASHES and (told := implicit_dim(call) or squashed_twice(call, self._seen)) is not None:
+        squash = call.kind in SQUASHES
+        if (told := (implicit_dim(call) if squash else None) or squashed_twice(call, self._seen)) is not None:
             self._tell(Place(call, self._paths), told)
         self._seen.note(call)
 

@@ -49,14 +49,18 @@ def implicit_dim(call: FunctionCall) -> Told | None:
 
 
 def squashed_twice(call: FunctionCall, seen: Seen) -> Told | None:
-    """GG652 in a loss that is written by hand: log_softmax of what softmax made. Reads the scores."""
+    """GG652 in a loss that is written by hand: log_softmax of what softmax made. Reads the scores.
+
+    `torch.distributions.Categorical(logits=...)` takes logsumexp of what it is given.
+    """
     scores, dim = call.get("input"), call.get("dim")
-    if call.kind != "log_softmax" or not isinstance(scores, Tensor) or not isinstance(dim, int):
+    if call.kind not in ("log_softmax", "logsumexp") or not isinstance(scores, Tensor) or not isinstance(dim, int):
         return None
     made_by = origin(scores) if scores.requires_grad and scores.numel() and scores.size(dim) > 1 else None
     if made_by is None or name_of(made_by) != "Softmax" or not are_probabilities(score_rows(scores, dim)):
         return None
-    return _twice(scores, _squash(made_by, seen), "log_softmax")._replace(severity=Severity.WARNING)
+    told = _twice(scores, _squash(made_by, seen), call.kind)
+    return told._replace(likely=("by_hand", *told.likely), severity=Severity.WARNING)
 
 
 def _rows(call: FunctionCall, scores: Tensor, dim: int) -> Tensor:

@@ -13,7 +13,7 @@ from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.expected_lr import Expected, ExpectedLR
 from gpt_guard.callbacks.history import RobustHistory
 from gpt_guard.callbacks.lr_track import LRTrack
-from gpt_guard.callbacks.schedulers import SchedulerView, find_schedulers, is_scheduled, last_lr, views
+from gpt_guard.callbacks.schedulers import SchedulerView, doubled, find_schedulers, is_scheduled, last_lr, views
 from gpt_guard.callbacks.settings import check_types
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.watch import Watch
@@ -34,9 +34,10 @@ class LRTracker(Guard):
     least `unstepped_after` steps. An lr that stays below `vanishing` times its own peak is reported: with Adam a weight
     moves by about lr in a step, and a millionth of a usual peak (1e-3) is below the spacing of float32 numbers at 0.02,
     the usual size of a weight. So is a scheduler that is past its own end by a tenth. `jump_factor` bounds the change
-    of the lr over a resume. A gradient norm of `spike_factor` times the median of the last `window` usual ones, beyond
-    `sigmas` robust standard deviations and after `least` of them, is a spike; here it counts only at the schedule's
-    peak. Both figures are those of GradNormMonitor, and so is their source.
+    of the lr over a resume; a tenth is enough where a new scheduler puts it back to that of the first step. A gradient
+    norm of `spike_factor` times the median of the last `window` usual ones, beyond `sigmas` robust standard deviations
+    and after `least` of them, is a spike; here it counts only at the schedule's peak. Both figures are those of
+    GradNormMonitor, and so is their source.
 
     Schedulers are those given to Guardian. Where none was given and the optimizer bears the mark that torch's
     schedulers leave on it, they are looked for once among the live objects of the process, at the first step.
@@ -132,6 +133,8 @@ class LRTracker(Guard):
         for view in self._views:
             if view.index is None and view.driven is not None:
                 yield lr_findings.foreign_scheduler(view, self.watch.optimizers)
+        if (pair := doubled(self._views, len(self.watch.optimizers))) is not None:
+            yield lr_findings.doubled(*pair)
 
     def _judge_values(self, track: LRTrack, seen: Observation) -> Iterator[Finding]:
         for group, lr in enumerate(seen.lr):

@@ -165,6 +165,18 @@ def jumped(seen: Observation, track: LRTrack, group: int, factor: float) -> Find
     )
 
 
+def doubled(view: SchedulerView, free: int) -> Finding:
+    """GG404: two equal schedulers drive one optimizer, and another one has none."""
+    return finding(
+        "GG404",
+        f"Two {view.name} with the same settings drive optimizer {view.index}, and none drives optimizer {free}: the "
+        f"first one's lr changes twice as fast, that of optimizer {free} not at all.",
+        likely=["mixed_up"],
+        cause_id=f"optimizer {free}",
+        evidence={"scheduler": view.name, "optimizer": view.index, "without": free},
+    )
+
+
 def spike_at_peak(seen: Observation, standing: Standing, track: LRTrack, spike_factor: float) -> Finding:
     """GG408: the gradient norm leaves its usual level just where the lr is highest."""
     applied = seen.grad_norm_clipped

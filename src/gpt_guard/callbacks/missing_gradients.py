@@ -112,6 +112,9 @@ class MissingGradients:
 
     def _report_first(self, index: int, without: list[str], seen: Observation) -> Iterator[Finding]:
         waiting = [name for name in without if self._conditional(name)]
+        if any(self._calls.ran(self._watch.owner_of(name)[0]) for name in without):
+            # What ran before it with a graph has no gradient either: no_grad has cut it, and nobody chose.
+            waiting = [name for name in waiting if self._watch.owner_of(name)[0] not in self._calls.unrecorded]
         now = [name for name in without if name not in set(waiting)]
         self._without[index] = waiting
         # None at all is another story, told as GG208 by whoever counts empty steps.
@@ -164,7 +167,7 @@ class MissingGradients:
             "GG202",
             f"{len(names)} of {trainable} trainable parameters got no gradient in any of the first {steps} steps: "
             f"{shown(names)}. {why}{self._cut_place(kinds, owners)}",
-            likely=[_CAUSES.get(kind, kind) for kind, _ in counts.most_common() if kind != "unknown"],
+            likely=_likely(counts),
             severity=severity,
             step=seen.step,
             moment=Moment.BEFORE_STEP,
@@ -189,6 +192,12 @@ class MissingGradients:
         if after is None:
             return ""
         return f" The last of them to be called is `{order[-1]}`; the next module that got a gradient is `{after}`."
+
+
+def _likely(counts: Counter[str]) -> list[str]:
+    """Cause keys, the most frequent first; what ran without a graph explains why the graph ends before it."""
+    kinds = sorted(counts, key=lambda kind: (kind not in ("no_grad", "reentrant"), -counts[kind]))
+    return [_CAUSES.get(kind, kind) for kind in kinds if kind != "unknown"]
 
 
 def _example(kinds: dict[str, str], kind: str) -> str:

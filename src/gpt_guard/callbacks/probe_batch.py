@@ -41,8 +41,8 @@ class Batch:
     `tokens` are the integer inputs `[B, T]` by position that entered an embedding, `padding` the ids that stand for
     padding there. `reread` are those of which another stretch was looked up as well: an encoder sees all of it, and a
     decoder the part that it predicts from. `viewed` are those that were looked up with as many rows as they have
-    columns, and not transposed: by mistake, or as pairs. `shift` is known once a loss has compared logits with the ids that follow.
-    `grown` names what the forward has made larger in the model itself.
+    columns, and not transposed: by mistake, or as pairs. `shift` is known once a loss has compared logits with the
+    ids that follow. `grown` names what the forward has made larger in the model itself.
     """
 
     def __init__(self, inputs: Any, autocast: Mapping[str, tuple[bool, torch.dtype]]) -> None:

@@ -70,6 +70,10 @@ def _grown(
     )
 
 
+# A vocabulary or a data set, which takes a second to go through, and no cache of a few forwards.
+_MOST_ITEMS = 10_000
+
+
 def kept_sizes(model: nn.Module) -> dict[str, int]:
     """Elements of what each module keeps beside its parameters, by `path:attribute`; single numbers are statistics."""
     found: dict[str, int] = {}
@@ -79,6 +83,8 @@ def kept_sizes(model: nn.Module) -> dict[str, int]:
                 continue
             # Objects of the user's own, such as a cache, hold their tensors as attributes.
             inside = vars(value) if _is_object(value) else value
+            if isinstance(inside, (list, tuple, dict)) and len(inside) > _MOST_ITEMS:
+                continue
             if tensors := [tensor for _, tensor in walk(inside) if tensor.dim() > 1]:
                 found[f"{path}:{name}"] = sum(tensor.numel() for tensor in tensors)
     return found

@@ -89,6 +89,34 @@ def views(given: Any, optimizers: Sequence[Optimizer]) -> list[SchedulerView]:
     return [SchedulerView(scheduler, optimizers) for scheduler in several if scheduler is not None]
 
 
+def doubled(known: Sequence[SchedulerView], optimizers: int) -> tuple[SchedulerView, int] | None:
+    """A scheduler that drives an optimizer as another one with the same settings does, and one that none drives.
+
+    Two that are chained differ in kind or settings. None where there is no such pair.
+    """
+    driven = {view.index for view in known}
+    free = next((index for index in range(optimizers) if index not in driven), None)
+    # Of schedulers that were found, one may be left over from before.
+    if free is None or len(known) != optimizers or None in driven or any(view.found for view in known):
+        return None
+    for place, view in enumerate(known):
+        own = _settings(view.get())
+        for other in known[:place]:
+            if own and (view.index, view.name, own) == (other.index, other.name, _settings(other.get())):
+                return view, free
+    return None
+
+
+def _settings(scheduler: Any) -> dict[str, float]:
+    """The numbers that it was made with, by name; none for one that asks a function."""
+    plain = vars(scheduler) if hasattr(scheduler, "__dict__") else {}
+    return {
+        name: value
+        for name, value in plain.items()
+        if isinstance(value, (int, float)) and not name.startswith("_") and name not in ("last_epoch", "verbose")
+    }
+
+
 def is_scheduled(optimizer: Optimizer) -> bool:
     """Whether a torch scheduler was ever made for this optimizer: it marks the optimizer's step method."""
     return hasattr(optimizer.step, "_wrapped_by_lr_sched")

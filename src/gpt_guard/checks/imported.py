@@ -35,14 +35,22 @@ def find(spec: str, option: str, required: bool) -> Any:
         raise GuardUsageError(f"{option} {spec}: {seen}; {fix}") from error
     except Exception as error:
         raise _broken(error, f"{option} {spec}: importing {module_name}") from error
-    if not hasattr(module, attribute) and not required:
+    found = _member(module, attribute)
+    if found is None and not required:
         return None
-    if not hasattr(module, attribute):
+    if found is None:
         names = ", ".join(sorted(n for n, v in vars(module).items() if isinstance(v, type) and not n.startswith("_")))
         raise GuardUsageError(
             f"{option} {spec}: {module.__name__} has no {attribute}; its classes are {names or 'none'}"
         )
-    return getattr(module, attribute)
+    return found
+
+
+def _member(module: Any, path: str) -> Any:
+    """What a module has under a name, or a class in it (`Model.loss`); None if it has no such."""
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
 
 
 def user_code(run: Callable[[], T], doing: str) -> T:

@@ -21,6 +21,7 @@ from gpt_guard.hooks.tensors import version_of, walk
 # Calls of one step that are kept where it is judged as a whole; an older one only if it is small.
 _MOST_CALLS = 32
 _SMALL = 4 * 2**20
+_CONTAINERS = (dict, list)
 _VERSION = attrgetter("_version")
 
 
@@ -116,6 +117,8 @@ class Capture(NoCapture):
     def forward_begins(self, inputs: tuple[tuple[Any, ...], dict[str, Any]], step: int, *, evaluation: bool) -> None:
         """Keep what the model was called with."""
         args, kwargs = inputs
+        # A forward may take labels out of the dict that it is given: what it held is known from here.
+        args = tuple([each.copy() if type(each) in _CONTAINERS else each for each in args])
         ambient = self._surroundings.take()
         self.count += 1
         if self.now is not None and self.now.alone:

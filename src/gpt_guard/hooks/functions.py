@@ -30,6 +30,7 @@ _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _KINDS: dict[str, tuple[tuple[Any, str, tuple[str, ...]], ...]] = {
     "softmax": ((torch, "softmax", _SOFTMAX), (Tensor, "softmax", _SOFTMAX), (F, "softmax", ())),
     "log_softmax": ((torch, "log_softmax", _SOFTMAX), (Tensor, "log_softmax", _SOFTMAX), (F, "log_softmax", ())),
+    "logsumexp": ((torch, "logsumexp", _SOFTMAX), (Tensor, "logsumexp", _SOFTMAX)),
     "sigmoid": ((torch, "sigmoid", ("input",)), (Tensor, "sigmoid", ("input",)), (F, "sigmoid", ())),
     "logsigmoid": ((F, "logsigmoid", ("input",)),),
     "cross_entropy": ((F, "cross_entropy", ()),),

@@ -101,6 +101,10 @@ class Inspection:
         if step == self._step:
             return
         self._step = step
+        if self.active and self._left <= 0:
+            # The others have stepped, and no forward came: of a container only the parts are called.
+            self._finish()
+            return
         if self.active:
             self.steps_seen += 1
             self._left -= 1

@@ -12,8 +12,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from gpt_guard.errors import GuardUsageError
+from gpt_guard.hooks.resets import reset_of
 
-Undo = Callable[[], None]
+Undo = Callable[[], object]
 _STATELESS = frozenset({int, float, complex, bool, str, bytes, type(None)})
 
 
@@ -63,7 +64,12 @@ class Keeper:
             return self._hold_items(one)
         if isinstance(one, set):
             return self._hold_set(one)
-        return list(one) if isinstance(one, tuple) else None
+        if isinstance(one, tuple):
+            return list(one)
+        if (reset := reset_of(one)) is None:
+            return None
+        self._values.append(reset)
+        return []
 
     def _hold_mapping(self, mapping: dict[Any, Any]) -> list[Any]:
         held = dict(mapping)

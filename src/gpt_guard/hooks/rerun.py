@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, NoneType
@@ -24,6 +23,7 @@ from gpt_guard.hooks.copies import Uncopied
 from gpt_guard.hooks.inspection import Inspection
 from gpt_guard.hooks.keeping import Keeper
 from gpt_guard.hooks.random_state import seed_all
+from gpt_guard.hooks.resets import reset_of
 from gpt_guard.hooks.tensors import version_of
 
 _PLAIN = (
@@ -211,19 +211,3 @@ def _room(model: nn.Module) -> bool:
         return False
     size = sum(parameter.nbytes for parameter in parameters if parameter.is_cuda)
     return not size or size < _SHARE_OF_MEMORY * torch.cuda.mem_get_info()[0]
-
-
-def reset_of(value: Any) -> Callable[[], object] | None:
-    """What puts a generator of random numbers back to where it is now; None for what is none."""
-    if isinstance(value, torch.Generator):
-        state = value.get_state()
-        return lambda: value.set_state(state)
-    if isinstance(value, random.Random):
-        python = value.getstate()
-        return lambda: value.setstate(python)
-    if type(value).__module__.startswith("numpy.random"):
-        bits = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", None)
-        if bits is not None:
-            numbers = bits.state
-            return lambda: setattr(bits, "state", numbers)
-    return None

@@ -62,6 +62,7 @@ class Watch:
         self.closure = False
         self.grad_norms: GradNorms | None = None
         self.logged: dict[str, float] = {}
+        self.times_logged: dict[str, int] = {}
         self.modes_meant: set[str] = set()
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.extra: dict[str, Tensor] = {}

@@ -75,6 +75,7 @@ def _live(watch: Watch, capture: Capture, call: ForwardCall, loss: LossCall | No
         micro_batch=call.micro_batch,
         evaluation=call.evaluation,
         inside=call.running and not call.alone,
+        alone=call.alone,
     )
     return Live(recipe, list(changed.values()))
 

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from gpt_guard.hooks.keeping import Keeper
-from gpt_guard.hooks.rerun import is_plain_object, reset_of
+from gpt_guard.hooks.rerun import is_plain_object
 from gpt_guard.hooks.tensors import version_of
 from gpt_guard.replay.standins import lend_attributes
 from gpt_guard.replay.state import REGISTRIES, OwnState, lend_copies
@@ -48,9 +48,6 @@ class ForwardKeeper(Keeper):
     def _hold(self, one: Any) -> list[Any] | None:
         if isinstance(one, Optimizer):
             return None
-        if (reset := reset_of(one)) is not None:
-            self._values.append(lambda: _ignored(reset()))
-            return []
         found = super()._hold(one)
         if found is None and self._objects and is_plain_object(one):
             self._objects -= 1
@@ -158,7 +155,3 @@ def _python_random() -> Callable[[], bool]:
         return used
 
     return put_back
-
-
-def _ignored(_: Any) -> None:
-    return None

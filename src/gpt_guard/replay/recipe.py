@@ -63,6 +63,7 @@ class Recipe:
     - `finding`: what was found, as a guard said it; None for a step that has not failed.
     - `loss`: the loss function outside of the model, where Guardian was told of it; never in a file.
     - `inside`: the forward was still running, so that it was the model itself which called `backward()`.
+    - `alone`: the loop calls parts or methods of the model, so that there is nothing to be run but the loss function.
     - `notes`: what is known to differ by now, each as a sentence: a batch or parameters that were written to since.
     """
 
@@ -79,3 +80,4 @@ class Recipe:
     micro_batch: int = 0
     evaluation: bool = False
     inside: bool = False
+    alone: bool = False

@@ -17,7 +17,7 @@ from gpt_guard.replay.recipe import Recipe
 from gpt_guard.replay.said import place_of_error
 from gpt_guard.replay.standins import OutOfReach
 from gpt_guard.replay.target import target_of
-from gpt_guard.replay.trace import TimeUp
+from gpt_guard.replay.trace import TimeUp, make_ready
 
 DEFAULT_LIMIT_S = 10.0
 
@@ -45,6 +45,7 @@ def replay_step(
     began = time.perf_counter()
     if (why := why_not(model)) is not None:
         return Outcome(False, why, finding=recipe.finding, decided=False)
+    make_ready()
     bench = Bench(model, recipe, limit_s=limit_s, changing=changing, live=live)
     try:
         seen = _run(bench)

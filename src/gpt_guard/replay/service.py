@@ -21,6 +21,7 @@ from gpt_guard.replay.outcome import Outcome, with_outcome
 from gpt_guard.replay.recipe import Recipe
 from gpt_guard.replay.rerun import replay_step
 from gpt_guard.replay.target import target_of
+from gpt_guard.replay.trace import make_ready
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -135,6 +136,7 @@ class Replayer:
         assert watch is not None
         if capture is None:
             return Outcome(False, self.failed or _nothing_kept(finding, capture), finding=finding, decided=False)
+        make_ready()
         ends = time.monotonic() + self._limit_s()
         functions = watch.inspection.functions
         before = watch.tap.paused, functions.muted

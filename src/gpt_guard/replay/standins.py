@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from gpt_guard.hooks.consumed import Kind, consumed
+from gpt_guard.hooks.consumed import Kind, consumed, may_block
 
 _READS: dict[Kind, frozenset[str]] = {
     "iterator": frozenset({"send", "throw"}),
@@ -18,7 +18,8 @@ _WRITES: dict[Kind, frozenset[str]] = {
     "queue": frozenset({"put", "put_nowait", "send", "send_bytes", "task_done", "close"}),
     "file": frozenset({"write", "writelines", "flush", "truncate", "close"}),
 }
-_DEEPEST = 4
+# What is longer is data.
+_DEEPEST, _LONGEST = 4, 1000
 
 
 class OutOfReach(BaseException):
@@ -60,18 +61,45 @@ class StandIn:
         )
 
 
+class OpenLock:
+    """Stands where a lock, an event or a barrier stood: the forward that is being replayed may still hold it."""
+
+    def __enter__(self) -> bool:
+        return True
+
+    def __exit__(self, *raised: object) -> None:
+        return None
+
+    def __getattr__(self, attribute: str) -> Any:
+        return _at_once
+
+    def locked(self) -> bool:
+        """Nobody holds it."""
+        return False
+
+
+def _at_once(*_args: Any, **_kwargs: Any) -> bool:
+    return True
+
+
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
     return None
 
 
 def lend(value: Any, name: str, depth: int = 0) -> Any:
     """Inputs with stand-ins for iterators, queues and files; the same object where there is none in it."""
-    if type(value) in (tuple, list, dict) and depth < _DEEPEST:
+    if type(value) in (tuple, list, dict) and depth < _DEEPEST and len(value) <= _LONGEST:
         pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
         lent = {key: lend(each, f"{name}[{key!r}]", depth + 1) for key, each in pairs}
         if all(lent[key] is each for key, each in pairs):
             return value
         return lent if isinstance(value, dict) else type(value)(lent.values())
+    return _one(value, name)
+
+
+def _one(value: Any, name: str) -> Any:
+    if may_block(value):
+        return OpenLock()
     kind = consumed(value)
     return value if kind is None else StandIn(value, kind, name)
 
@@ -81,5 +109,5 @@ def lend_attributes(model: nn.Module, registries: frozenset[str]) -> None:
     for path, module in model.named_modules():
         attributes = vars(module)
         for name, value in attributes.items():
-            if name not in registries and (kind := consumed(value)) is not None:
-                attributes[name] = StandIn(value, kind, f"{path}.{name}" if path else name)
+            if name not in registries:
+                attributes[name] = lend(value, f"{path}.{name}" if path else name)

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from math import isfinite
 
-from gpt_guard.layout import LABEL, line_of_code, marked, tensor_text
+from gpt_guard.layout import LABEL, from_here, line_of_code, marked, tensor_text
 from gpt_guard.layout import WIDTH as WIDTH
 from gpt_guard.layout import block as block
 from gpt_guard.layout import clean as clean
@@ -19,7 +19,7 @@ from gpt_guard.layout import numbered as numbered
 from gpt_guard.records import Finding, Observation
 from gpt_guard.render_operation import operation_lines, operation_short
 
-_SHORT = 240
+_SHORT = 360
 _CAUSES = 5
 
 
@@ -71,7 +71,8 @@ def render_finding(finding: Finding, width: int = WIDTH) -> str:
 
 def render_short(finding: Finding) -> str:
     """Up to five lines for a log: title and place; what was seen; the operation; the likeliest cause; the bundle."""
-    place = ", ".join(_place(finding))
+    line = [f"{from_here(finding.where.file)}:{finding.where.line}"] if finding.where is not None else []
+    place = ", ".join(_place(finding) + line)
     lines = [_one_line(f"{finding.code} {finding.title}" + (f": {place}" if place else "")), _one_line(finding.seen)]
     proven = [cause.text for cause in finding.operation.causes] if finding.operation is not None else []
     if finding.operation is not None:
@@ -86,14 +87,14 @@ def render_short(finding: Finding) -> str:
 
 def _one_line(text: str) -> str:
     words = " ".join(clean(text).split())
-    return words if len(words) <= _SHORT else f"{words[: _SHORT - 4]} ..."
+    return textwrap.shorten(words, _SHORT, placeholder=" ...") if len(words) > _SHORT else words
 
 
 def _explain(finding: Finding) -> str:
     if not finding.code.startswith("GG"):
         return ""
     left = len(finding.causes) - _CAUSES
-    return f"gpt-guard explain {finding.code}" + (f"  ({left} more causes)" if left > 0 else "")
+    return f"gpt-guard explain {finding.code}" + (f"  ({left} more cause{'s' * (left > 1)})" if left > 0 else "")
 
 
 def _bundle(finding: Finding) -> str:

@@ -162,6 +162,7 @@ def test_only_the_likeliest_causes_are_listed() -> None:
     assert "5. cause number 4" in text
     assert "cause number 5" not in text
     assert "gpt-guard explain GG101  (3 more causes)" in text
+    assert "(1 more cause)" in render_finding(full_finding(causes=tuple(f"cause number {i}" for i in range(6))))
 
 
 def test_control_characters_cannot_steer_the_terminal() -> None:
@@ -178,9 +179,9 @@ def test_seen_keeps_its_lines() -> None:
 def test_short_is_three_lines_at_most() -> None:
     text = render_short(full_finding(seen="many\nlines\nof it " + "long " * 100))
     first, second, third = text.split("\n")
-    assert first == "GG101 Non-finite values in a module's output: blocks.0.attn (PadAttn), step 30"
+    assert first == "GG101 Non-finite values in a module's output: blocks.0.attn (PadAttn), step 30, train.py:12"
     assert second.strip().startswith("many lines of it")
-    assert second.endswith("...")
+    assert second.endswith("long ...")
     assert third.strip() == "Most likely: A row is masked entirely. [gpt-guard explain GG101]"
 
 

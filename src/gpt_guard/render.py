@@ -71,8 +71,8 @@ def render_finding(finding: Finding, width: int = WIDTH) -> str:
 
 def render_short(finding: Finding) -> str:
     """Up to five lines for a log: title and place; what was seen; the operation; the likeliest cause; the bundle."""
-    line = [f"{from_here(finding.where.file)}:{finding.where.line}"] if finding.where is not None else []
-    place = ", ".join(_place(finding) + line)
+    at = [f"{from_here(finding.where.file)}:{finding.where.line}"] if finding.where is not None else []
+    place = ", ".join(_place(finding) + at)
     lines = [_one_line(f"{finding.code} {finding.title}" + (f": {place}" if place else "")), _one_line(finding.seen)]
     proven = [cause.text for cause in finding.operation.causes] if finding.operation is not None else []
     if finding.operation is not None:
@@ -87,7 +87,7 @@ def render_short(finding: Finding) -> str:
 
 def _one_line(text: str) -> str:
     words = " ".join(clean(text).split())
-    return textwrap.shorten(words, _SHORT, placeholder=" ...") if len(words) > _SHORT else words
+    return words if len(words) <= _SHORT else f"{words[: _SHORT - 4].rsplit(' ', 1)[0]} ..."
 
 
 def _explain(finding: Finding) -> str:

@@ -36,7 +36,11 @@ class Subject:
         model = self.model()
         optimizers = [each() for each in self._optimizers]
         if model is None or any(each is None for each in optimizers):
-            raise GuardUsageError("the model or optimizer of this Guardian no longer exists: make a new Guardian")
+            raise GuardUsageError(
+                "the model or an optimizer of this Guardian no longer exists, and a Guardian keeps none of them alive: "
+                "make a new Guardian, and give what is made inside of its call a name before, as a ModuleList of two "
+                "models"
+            )
         return model, [each for each in optimizers if each is not None]
 
     def parts(self) -> dict[str, Any]:

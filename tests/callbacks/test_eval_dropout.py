@@ -88,6 +88,20 @@ def test_a_call_that_knows_no_mode(drop: Drop, name: str) -> None:
     assert "Two eval passes of one batch differ by" in found.seen
 
 
+def test_attention_in_a_list_is_missed_by_eval_first_of_all() -> None:
+    """It asks for its own mode, as it should, and that never changes."""
+
+    class Attention(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            rows = x[None]
+            return F.scaled_dot_product_attention(rows, rows, rows, dropout_p=0.3 if self.training else 0.0)[0]
+
+    hidden = [Attention()]
+    (found,) = run(lambda module, x: hidden[0](x))
+    assert found.seen.startswith("scaled_dot_product_attention(p=0.3) in a Attention that eval() misses")
+    assert found.causes[0].startswith("The module that drops is in a plain list")
+
+
 def test_training_written_out_may_be_meant() -> None:
     (found,) = run(lambda module, x: F.dropout(x, 0.2, training=True))
     assert (found.code, found.severity) == ("GG505", Severity.INFO)

@@ -93,6 +93,19 @@ def test_gradients_that_may_have_been_read_on_purpose_are_a_warning() -> None:
     assert "read between the calls on purpose" in found.causes[-1]
 
 
+def test_gradients_cleared_after_each_backward_are_one_trouble() -> None:
+    """None of them counts, so none is said to, and clipping what is gone is no second cause."""
+
+    def body(_: int, model: Any, optimizer: Any, kept: Any) -> None:
+        for _micro in range(2):
+            (cross_entropy(model) / 2).backward()
+            optimizer.zero_grad()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    assert only(run(body)).code == "GG208"
+
+
 def test_both_steps_of_scaler_and_optimizer_are_one_trouble() -> None:
     def body(_: int, model: Any, optimizer: Any, kept: Any) -> None:
         scaler = kept.setdefault("scaler", torch.amp.GradScaler("cpu"))

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from gpt_guard.records import Report
+from gpt_guard.catalogue import finding
+from gpt_guard.records import Report, Severity
 from gpt_guard.sinks.console import ConsoleSink
 
 
@@ -45,6 +46,16 @@ def test_the_summary_of_a_clean_run(alone: None, capsys: pytest.CaptureFixture[s
     assert "findings │ none" in words
     assert "not watched │ nothing was left out" in words
     assert "loss" not in words
+
+
+def test_what_was_only_recorded_is_marked_as_a_note(alone: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing was said of it before: it must not look like a warning that was overlooked."""
+    sink = ConsoleSink()
+    sink.open({})
+    sink.close(Report(steps=5, findings=(finding("GG238", "seen", severity=Severity.INFO), finding("GG902", "seen"))))
+    words = " ".join(capsys.readouterr().err.split())
+    assert "GG238 x1 The loss is not divided by the number of" in words
+    assert words.count("(a note)") == 1
 
 
 def test_the_summary_is_said_once_and_only_if_asked(

@@ -56,8 +56,9 @@ def dropout_in_eval(watch: Watch, found: DropoutCall, *, apart: float | None = N
     on_purpose = path is not None and found.where is not None and _SAID.search(found.where.text) is not None
     likely = ["unregistered"] if path is None else ["on_purpose", "literal"] if on_purpose else ["default"]
     if found.name == "scaled_dot_product_attention":
-        likely = ["attention"]
-    where = f"`{path or '(the model itself)'}`" if path is not None else f"a {type(module).__name__} that eval() misses"
+        likely = ["attention"] if path is not None else ["unregistered", "attention"]
+    place = f"`{path}`" if path else "the model's own forward"
+    where = place if path is not None else f"a {type(module).__name__} that eval() misses"
     measured = "" if apart is None else f" Two eval passes of one batch differ by {number(apart)}."
     return finding(
         "GG505",

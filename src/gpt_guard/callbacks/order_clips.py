@@ -36,7 +36,8 @@ def clipped_after_step(cycle: Cycle) -> Verdict | None:
 def clipped_nothing(cycle: Cycle) -> Verdict | None:
     """GG232: what is clipped has no gradient, while the optimizer steps on gradients that nothing has clipped."""
     clips = cycle.clips()
-    if not cycle.backwards or not cycle.seen.grad_norm:
+    # A step that has nothing to apply is GG208, and clipping as little is not the reason.
+    if not cycle.backwards or not cycle.seen.grad_norm or not cycle.seen.grad_norm_clipped:
         return None
     # Gradients that were cleared in place are there, and hold nothing.
     clips = [

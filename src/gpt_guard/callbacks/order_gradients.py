@@ -21,7 +21,8 @@ def cleared_in_each(cycle: Cycle) -> Verdict | None:
     """GG230: several micro-batches, and the gradients of all but the last are cleared before they are used.
 
     Silent where something may have used them: a step of another optimizer or a changed weight in between (SAM, inner
-    loops), inputs that wanted gradients (attacks, a generator), gradients put together by hand before the step.
+    loops), inputs that wanted gradients (attacks, a generator), gradients put together by hand before the step; and
+    where the last ones are cleared too, which is GG208.
     An error where each loss is divided by the number of micro-batches, which only accumulation wants; a warning where
     the gradients may have been read on purpose.
     """
@@ -30,6 +31,8 @@ def cleared_in_each(cycle: Cycle) -> Verdict | None:
         return None
     clears = [cycle.cleared_between(one, other) for one, other in pairwise(backwards)]
     if not all(clears) or cycle.any_between(backwards[0], backwards[-1], *_OTHERS):
+        return None
+    if cycle.cleared_between(backwards[-1], len(cycle.events) - 1):
         return None
     if len({cycle.backward(at).weights[cycle.index] for at in backwards}) > 1:
         return None

@@ -107,19 +107,25 @@ def _mixed(asker: Asker, first: Answer, batch: int) -> Mixed | None:
 def _compare(
     asker: Asker, first: Answer, second: Answer, shape: torch.Size, batch: int, kept: Tensor
 ) -> tuple[float, float, int] | None:
-    worst: tuple[float, float, int] | None = None
-    for one, other in zip(first.tensors, second.tensors, strict=False):
-        if one.shape != other.shape:
-            continue
-        a, b = (by_row(each, shape[0], shape[1], batch, sure=asker.batch.shift is not None) for each in (one, other))
-        if a is None or b is None or a.size(0) != kept.numel():
-            continue
-        apart = difference(a, b).flatten(1).amax(1) if a.dim() > 1 else difference(a, b)
-        apart = apart.masked_fill(~kept.to(apart.device), 0.0)
-        change = float(apart.max())
-        if change > asker.allowed(one) and (worst is None or change > worst[0]):
-            worst = (change, float(one.abs().max()), int(apart.argmax()))
-    return worst
+    sure = asker.batch.shift is not None
+    # What a loss in forward compares may be flattened in another order than the model's own answer: that comes first.
+    for given, again in ((first.outputs.values(), second.outputs.values()), (first.scores, second.scores)):
+        worst, compared = None, False
+        for one, other in zip(given, again, strict=False):
+            if one.shape != other.shape:
+                continue
+            a, b = (by_row(each, shape[0], shape[1], batch, sure=sure) for each in (one, other))
+            if a is None or b is None or a.size(0) != kept.numel():
+                continue
+            compared = True
+            apart = difference(a, b).flatten(1).amax(1) if a.dim() > 1 else difference(a, b)
+            apart = apart.masked_fill(~kept.to(apart.device), 0.0)
+            change = float(apart.max())
+            if change > asker.allowed(one) and (worst is None or change > worst[0]):
+                worst = (change, float(one.abs().max()), int(apart.argmax()))
+        if compared:
+            return worst
+    return None
 
 
 def recurrent_findings(asker: Asker, first: Answer) -> Iterator[Finding]:

@@ -66,6 +66,7 @@ def _findings(report: Report) -> Iterator[tuple[str, str]]:
     for position, code in enumerate(codes):
         known = first.get(code)
         count = report.counts.get(code) or sum(finding.code == code for finding in report.findings)
-        text = f"{code} x{count}" + (f"  {known.title}" if known else "")
+        note = " (a note)" if known and known.severity is Severity.INFO else ""
+        text = f"{code} x{count}" + (f"  {known.title}{note}" if known else "")
         style = _STYLES[known.severity] if known else "default"
         yield "" if position else "findings", f"[{style}]{escape(clean(text))}[/]"

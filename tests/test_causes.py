@@ -14,7 +14,7 @@ from gpt_guard.cli import app
 
 LONGEST_TEXT = 260
 CODE = "\n".join(
-    path.read_text(encoding="utf-8") for path in Path(str(resources.files("gpt_guard.replay"))).glob("*.py")
+    path.read_text(encoding="utf-8") for path in Path(str(resources.files("gpt_guard.replaying"))).glob("*.py")
 )
 
 

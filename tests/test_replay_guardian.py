@@ -11,14 +11,14 @@ from torch import Tensor
 from gpt_guard import Guardian, GuardUsageError, NonFiniteError
 from gpt_guard.render import render_finding
 
-from .replay.steps import Net, guarded, halting, root_of_negative, sgd
+from .replaying.steps import Net, guarded, halting, root_of_negative, sgd
 
 
 def test_a_replay_that_cannot_begin_leaves_the_plain_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise OSError("out of order")
 
-    monkeypatch.setattr("gpt_guard.replay.service.replay_step", broken)
+    monkeypatch.setattr("gpt_guard.replaying.service.replay_step", broken)
     model = Net(root_of_negative)
     optimizer = sgd(model)
     with halting(guarded(model, optimizer)) as halted:

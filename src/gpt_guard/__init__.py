@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gpt_guard.blackbox.again import replay
     from gpt_guard.cache import cached, stamp_cache, verify_cache
     from gpt_guard.callbacks.attention_calls import AttentionCalls
     from gpt_guard.callbacks.autocast import AutocastUse
@@ -144,6 +145,7 @@ _HOME = {
     "loss_balance": "callbacks.loss_balance",
     "read_report": "report_file",
     "read_run": "runlog",
+    "replay": "blackbox.again",
     "save_checkpoint": "checkpoint",
     "stages": "data_stages",
     "stamp_cache": "cache",
@@ -222,6 +224,7 @@ __all__ = [
     "loss_balance",
     "read_report",
     "read_run",
+    "replay",
     "save_checkpoint",
     "stages",
     "stamp_cache",

@@ -23,8 +23,8 @@ from gpt_guard.evaluation import evaluation_mode
 from gpt_guard.policy import Policy, Rules
 from gpt_guard.progress import Progress
 from gpt_guard.records import Finding, Observation, Report
-from gpt_guard.replay.outcome import Outcome
-from gpt_guard.replay.service import Replayer
+from gpt_guard.replaying.outcome import Outcome
+from gpt_guard.replaying.service import Replayer
 from gpt_guard.reporting import header, make_report
 from gpt_guard.resuming import stamp_of, state_of, take_back
 from gpt_guard.session import Session

@@ -27,7 +27,7 @@ from gpt_guard.hooks.optimizer import StepHooks
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.loop import Loop
 from gpt_guard.progress import Progress
-from gpt_guard.replay.service import Replayer
+from gpt_guard.replaying.service import Replayer
 from gpt_guard.roster import Roster
 
 

@@ -239,3 +239,23 @@ class Behind(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + F.scaled_dot_product_attention(x[..., -1:, :], x, x, is_causal=True)
+
+
+def test_a_loss_in_forward_that_is_flattened_in_another_order_says_nothing_of_the_rows() -> None:
+    """The model's own answer keeps them apart; LossInputs tells of the order (GG654)."""
+
+    class WithLoss(Language):
+        def forward(self, ids: Tensor, targets: Any = None) -> Any:
+            logits = super().forward(ids)
+            scores = logits.transpose(0, 1).reshape(-1, logits.size(-1))
+            return logits, F.cross_entropy(scores, targets.reshape(-1))
+
+    model = WithLoss("past_bool")
+    optimizer = adam(model)
+    with guard(model, optimizer, ModelProbe()) as guardian:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(*text())[1].backward()
+            optimizer.step()
+    assert guardian.report().probes["independence of rows"] == 1
+    assert [found.code for found in guardian.findings] == []

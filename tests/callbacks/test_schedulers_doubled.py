@@ -69,7 +69,9 @@ def test_one_for_each_is_silent(make: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"), [(by_steps, slower), (by_steps, cosine), (by_function, by_function)], ids=str
+    ("one", "other"),
+    [(by_steps, slower), (by_steps, cosine), (by_function, by_function)],
+    ids=["steps and slower", "steps and cosine", "functions"],
 )
 def test_two_that_may_be_chained_are_silent(one: Make, other: Make) -> None:
     assert train(one, other, same=True) == []

@@ -23,10 +23,10 @@ from gpt_guard.fingerprint.naming import some
 from gpt_guard.hooks.optimizer import unwrap as plain_optimizers
 from gpt_guard.records import Finding
 from gpt_guard.render import WIDTH, clean, render_finding, render_short
-from gpt_guard.replay.outcome import Outcome, with_outcome
-from gpt_guard.replay.recipe import Recipe
-from gpt_guard.replay.rerun import replay_step
-from gpt_guard.replay.target import target_of
+from gpt_guard.replaying.outcome import Outcome, with_outcome
+from gpt_guard.replaying.recipe import Recipe
+from gpt_guard.replaying.rerun import replay_step
+from gpt_guard.replaying.target import target_of
 
 DEFAULT_LIMIT_S = 300.0
 """A person waits for this one; the replay inside of a run has a much shorter limit."""

@@ -15,7 +15,7 @@ from gpt_guard.blackbox.write import Part
 from gpt_guard.fingerprint import unwrap
 from gpt_guard.hooks.ambient import Ambient
 from gpt_guard.records import Finding, Record
-from gpt_guard.replay.recipe import LossRecipe, Recipe
+from gpt_guard.replaying.recipe import LossRecipe, Recipe
 
 _THE_MODEL = {"gpt_guard": "the model"}
 """Stands for the model itself among the arguments of a loss function."""

@@ -1,0 +1,201 @@
+"""Replayer: what Guardian asks when something has gone non-finite, and what a person can ask at any time."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from gpt_guard.errors import GuardUsageError
+from gpt_guard.hooks.capture import Capture, NoCapture
+from gpt_guard.hooks.watch import Watch
+from gpt_guard.progress import Progress
+from gpt_guard.records import Finding, Moment
+from gpt_guard.replaying.live import recipes_for
+from gpt_guard.replaying.outcome import Outcome, with_outcome
+from gpt_guard.replaying.recipe import Recipe
+from gpt_guard.replaying.rerun import replay_step
+from gpt_guard.replaying.target import target_of
+from gpt_guard.replaying.trace import make_ready
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+# A trace takes about as long as two to five plain steps; a machine that is busy with something else takes longer.
+_STEPS = 20.0
+_LEAST_S = 5.0
+# A loop that catches the same halt again and again must not spend its time on replays.
+_MOST_PER_CAUSE = 3
+
+
+class Replayer:
+    """Belongs to one Guardian and survives leaving it; `open` and `close` give it a loop to look at.
+
+    `limit` is True for a limit of its own (20 steps, at least 5 s), a number of seconds, or False for no replay.
+    """
+
+    def __init__(self, limit: bool | float = True) -> None:
+        self._limit = limit
+        self._watch: Watch | None = None
+        self._progress: Progress | None = None
+        self._asked: Counter[Any] = Counter()
+        self._busy = False
+        # Which of the calls it was, not what with: a batch must not outlive its step.
+        self._tried: tuple[Finding, int] | None = None
+        self.capture: Capture | None = None
+        self.last: Outcome | None = None
+        self.failed: str | None = None
+
+    def open(self, watch: Watch, progress: Progress) -> None:
+        """Begin to capture, unless nothing is to be replayed."""
+        if self._limit is not False:
+            self._watch, self._progress = watch, progress
+            watch.capture = self.capture = Capture(watch.model, immediate=watch.immediate)
+            # First of all listeners: one of the guards may halt.
+            watch.forward_begins.insert(0, self._forward_begins)
+            watch.forward_ended.insert(0, self._forward_ended)
+
+    def _forward_begins(self) -> None:
+        watch, capture = self._watch, self.capture
+        if watch is not None and capture is not None and watch.tap.inputs is not None:
+            try:
+                capture.forward_begins(watch.tap.inputs, watch.step, evaluation=watch.evaluation)
+            except Exception as error:
+                self._give_up(error)
+
+    def _forward_ended(self, output: Any) -> None:
+        if self.capture is not None:
+            try:
+                self.capture.forward_ended(output)
+            except Exception as error:
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        """Something in a batch or an output is of a kind that cannot be kept: the loop must not notice."""
+        self.failed = f"Not replayed: the step could not be captured ({type(error).__name__}: {error})."
+        if self._watch is not None:
+            self._watch.capture = NoCapture()
+        self.capture = None
+
+    def close(self) -> None:
+        """Let go of everything but the last outcome; may run twice."""
+        if self.capture is not None:
+            self.capture.close()
+        if self._watch is not None:
+            self._watch.capture = NoCapture()
+        self._watch = self._progress = self.capture = None
+
+    def enrich(self, finding: Finding) -> Finding:
+        """The finding with what its replay has shown, or as it was if there is nothing to be run. Never raises."""
+        if self._busy or self._watch is None or target_of(finding) is None:
+            return finding
+        self._asked[finding.cause] += 1
+        if self._asked[finding.cause] > _MOST_PER_CAUSE:
+            return finding
+        try:
+            outcome = self._run(finding)
+        except Exception as error:  # whatever it is, the finding is what must be heard
+            outcome = Outcome(False, f"Not replayed: {type(error).__name__}: {error}.", decided=False)
+        told = with_outcome(finding, outcome)
+        self.last = replace(outcome, finding=told)
+        return told
+
+    def recipe_for(self, finding: Finding) -> Recipe | None:
+        """What the step of a finding was made of: of several calls the one that has failed again, else the likeliest.
+
+        To be asked while the step is still held: directly after `enrich`. None where nothing was captured.
+        """
+        if self._watch is None or self.capture is None:
+            return None
+        asked, place = self._tried if finding.replay is not None and self._tried is not None else (finding, 0)
+        recipes = [live.recipe for live in recipes_for(self._watch, self.capture, asked)]
+        return recipes[min(place, len(recipes) - 1)] if recipes else None
+
+    def now(self) -> Outcome:
+        """Run the newest step again, on demand; where nothing is held any more, the last outcome.
+
+        If something was found in it, until that goes bad again. Raises GuardUsageError where there is neither.
+        """
+        newest = None if self.capture is None else self.capture.now
+        if newest is not None and not self._busy:
+            asked = None if self._tried is None else self._tried[0]
+            return self._run(asked if asked is not None and asked.step == newest.step else None)
+        if self.last is None:
+            raise GuardUsageError(
+                "there is no step to run again: call guardian.replay() between a forward of the model and the end of "
+                "its step, or after a finding, with replay=True"
+            )
+        return self.last
+
+    def _run(self, finding: Finding | None) -> Outcome:
+        watch, capture = self._watch, self.capture
+        assert watch is not None
+        if capture is None:
+            return Outcome(False, self.failed or _nothing_kept(finding, capture), finding=finding, decided=False)
+        make_ready()
+        ends = time.monotonic() + self._limit_s()
+        functions = watch.inspection.functions
+        before = watch.tap.paused, functions.muted
+        watch.tap.paused = functions.muted = self._busy = True
+        self._tried = None if finding is None else (finding, 0)
+        missed: list[Outcome] = []
+        try:
+            for place, (recipe, changing) in enumerate(recipes_for(watch, capture, finding)):
+                left = max(ends - time.monotonic(), 0.0)
+                outcome = replay_step(watch.model, recipe, limit_s=left, changing=changing, live=True)
+                if outcome.reproduced:
+                    self._tried = None if finding is None else (finding, place)
+                    return outcome
+                missed.append(outcome)
+        finally:
+            watch.tap.paused, functions.muted = before
+            self._busy = False
+        if not missed:
+            return Outcome(False, _nothing_kept(finding, capture), finding=finding, decided=False)
+        # One that says where the fault lies, or why it could not be run, says more than one that went well.
+        return next((each for each in missed if not each.decided), missed[-1])
+
+    def _limit_s(self) -> float:
+        if self._limit is not True:
+            return float(self._limit)
+        latest = None if self._progress is None else self._progress.latest
+        step_time = None if latest is None else latest.step_time
+        return max(_LEAST_S, _STEPS * (step_time or 0.0))
+
+    def watch_loss(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
+        """The function, which tells the capture what it is called with while a loop is watched."""
+
+        @functools.wraps(function)
+        def watched(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            capture = self.capture
+            if capture is None or self._busy or not torch.is_grad_enabled():
+                return function(*args, **kwargs)
+            call = capture.loss_begins(function, args, kwargs, 0 if self._watch is None else self._watch.step)
+            try:
+                result = function(*args, **kwargs)
+            except BaseException:
+                capture.loss_failed()
+                raise
+            capture.loss_ended(call, result)
+            return result
+
+        return watched
+
+
+def _nothing_kept(finding: Finding | None, capture: Capture | None) -> str:
+    if capture is None or (capture.count == 0 and not capture.calls):
+        return (
+            "Not replayed: the loop calls parts or methods of the model, not the model itself, so its inputs are not "
+            "known. (`model.compile()` hides its calls, `torch.compile(model)` does not.) Put what makes the loss into "
+            "one function and wrap it as guardian.watch_loss(function): it is then run again as a whole."
+        )
+    if finding is None or finding.moment is Moment.FORWARD:
+        return "Not replayed: no call of the model itself was running, so its inputs are not known."
+    return (
+        f"Not replayed: what micro-batch {finding.micro_batch} was made of is no longer held. After an optimizer's "
+        f"step the weights of the forward are gone; of several large batches in a step only the last is held."
+    )

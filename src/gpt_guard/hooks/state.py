@@ -50,11 +50,8 @@ class StateWatch:
         self._measured: list[str] = []
         self._all = list(self._parameters.values())
         self._places = {name: place for place, name in enumerate(self._parameters)}
-        self._after: list[int] = []
-        self._after_last: list[int] = []
-        self._before: list[int] = []
-        # What `_before` was at the step last noted: it is judged when the next one has begun, where reading waits.
-        self._judged: list[int] = []
+        # `_judged` is what `_before` was at the step last noted: judged when the next has begun, where reading waits.
+        self._after, self._after_last, self._before, self._judged = (list[int]() for _ in range(4))
         self._kept = _Kept(-1, [], [], False)
 
     def settle(self) -> dict[str, TensorStats]:

@@ -132,6 +132,7 @@ class Finding(Record):
     operation: OperationSeen | None = Field(default=None, description="what a replay of the step has found")
     replay: str | None = Field(default=None, description="whether the replay reproduced it, and if not, why")
     bundle: str | None = Field(default=None, description="folder from which another process can run the step again")
+    bundle_model: str | None = Field(default=None, description="the model's class as `--model` takes it, if importable")
     cause_id: str | None = Field(default=None, description="set where one module or parameter can have several causes")
 
     @property
@@ -150,6 +151,11 @@ class CheckResult(Record):
     expected: str = ""
     facts: dict[str, JsonValue] = Field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
+
+    def __str__(self) -> str:
+        expected = f", expected {self.expected}" if self.expected else ""
+        told = [f"  {found.code} {found.title}: {found.seen}\n  fix: {found.fix}" for found in self.findings]
+        return "\n".join([f"{self.title}: {self.status}, {self.measured}{expected}", *told])
 
 
 class Report(Record):

@@ -81,7 +81,7 @@ def render_short(finding: Finding) -> str:
         more = f" [gpt-guard explain {finding.code}]" if finding.code.startswith("GG") else ""
         lines.append(f"Most likely: {_one_line(likely[0])}{more}")
     if finding.bundle is not None:
-        lines.append(f"Black box: gpt-guard replay {clean(finding.bundle)}")
+        lines.append(f"Black box: {clean(_replay_command(finding))}")
     return "\n  ".join(line for line in lines if line)
 
 
@@ -98,7 +98,12 @@ def _explain(finding: Finding) -> str:
 
 
 def _bundle(finding: Finding) -> str:
-    return f"{finding.bundle}\nopen it with: gpt-guard replay {finding.bundle}" if finding.bundle else ""
+    return f"{finding.bundle}\nopen it with: {_replay_command(finding)}" if finding.bundle else ""
+
+
+def _replay_command(finding: Finding) -> str:
+    # A class out of the script itself, or out of a function, has no name that another process could import.
+    return f"gpt-guard replay {finding.bundle} --model {finding.bundle_model or 'package.module:Class'}"
 
 
 def _place(finding: Finding) -> list[str]:

@@ -94,7 +94,10 @@ class BlackBox(Sink):
         except Exception as error:  # a bundle must not cost the finding that it is about
             self._give_up(error)
             return finding
-        return finding if path is None else finding.model_copy(update={"bundle": _shown(path)})
+        if path is None:
+            return finding
+        model, _ = self._subject()
+        return finding.model_copy(update={"bundle": _shown(path), "bundle_model": source_of(model).spec})
 
     def _bundle_of(self, run_dir: Path, finding: Finding, action: Action) -> Path | None:
         if not _is_failure(finding, action):

@@ -52,7 +52,8 @@ def mlp() -> nn.Module:
 
 
 def silent(guardian: Guardian) -> bool:
-    return not guardian.findings
+    assert not [(each.code, each.seen) for each in guardian.findings]
+    return True
 
 
 RETURNS: dict[str, tuple[Wrap, Callable[[Any, Tensor], Tensor]]] = {

@@ -15,7 +15,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from gpt_guard.hooks.loaders import LoaderLog, LoaderUse, loaders_with
+from gpt_guard.hooks.loaders import LoaderLog, LoaderUse, loaders_of
 
 
 def loader(rows: int, shuffle: bool = False) -> DataLoader[tuple[torch.Tensor, ...]]:
@@ -104,7 +104,9 @@ def test_a_loader_that_lacks_what_others_have_is_iterated() -> None:
     log.close()
 
 
-def test_loaders_are_found_by_the_size_of_their_batches() -> None:
-    mine = loader(7)
-    assert any(use.is_of(mine) for use in loaders_with(7))
-    assert not any(use.is_of(mine) for use in loaders_with(8))
+def test_the_loader_of_a_batch_is_found_by_its_data() -> None:
+    data = torch.randn(21, 3)
+    mine = DataLoader(TensorDataset(data), batch_size=7)
+    assert any(use.is_of(mine) for use in loaders_of(data[[4, 2, 0, 1, 5, 6, 3]]))
+    assert not any(use.is_of(mine) for use in loaders_of(data[:6]))
+    assert not any(use.is_of(mine) for use in loaders_of(torch.randn(7, 3)))

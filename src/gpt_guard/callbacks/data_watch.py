@@ -25,7 +25,8 @@ from gpt_guard.callbacks.data_seen import Forward
 from gpt_guard.callbacks.data_shape import BatchShape
 from gpt_guard.callbacks.settings import check_types
 from gpt_guard.hooks.functions import FunctionCall
-from gpt_guard.hooks.loaders import LoaderLog, LoaderUse, loaders_with
+from gpt_guard.hooks.loaders import LoaderLog, LoaderUse, loaders_of
+from gpt_guard.hooks.tensors import walk
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Observation, Severity
 
@@ -168,7 +169,7 @@ class DataWatch(Guard):
             self._begun_anew = use
             yield from self._same(found, ["fresh_iterator", "reseeded"], use)
         elif found is not None and found.held and not whole_loader(found):
-            use = found.example.loader or next(iter(loaders_with(example.rows)), None)
+            use = found.example.loader or self._drawn_before()
             if use is not None and (use.batches or 0) > 1 and use.batch_size == example.rows:
                 yield from self._same(found, ["drawn_once", "on_purpose"], use)
         elif (use := from_workers(groups)) is not None:
@@ -177,6 +178,11 @@ class DataWatch(Guard):
         if (side := one_sided(groups)) is not None:
             yield words.one_sided(side, example, len(groups))
         yield from words.unusual(groups)
+
+    def _drawn_before(self) -> LoaderUse | None:
+        """The loader that the batch came from before the watch began, if its data can be looked through."""
+        first = next((tensor for _, tensor in walk(self.watch.tap.inputs)), None)
+        return next(loaders_of(first.detach()), None) if first is not None and first.dim() else None
 
     def _same(
         self, found: Repeated, likely: list[str], use: Any, severity: Severity = Severity.WARNING

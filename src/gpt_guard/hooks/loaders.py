@@ -8,7 +8,8 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset, TensorDataset
 
 from gpt_guard.hooks.frames import user_line
 from gpt_guard.hooks.patches import Patch
@@ -86,12 +87,29 @@ class LoaderLog:
         self.current = use
 
 
-def loaders_with(rows: int) -> Iterator[LoaderUse]:
-    """Loaders that give batches of so many rows, wherever in the process; a pass over all objects, for rare use."""
+def loaders_of(batch: Tensor) -> Iterator[LoaderUse]:
+    """Loaders of tensors whose data set holds the first row of this batch, and which give batches of its size.
+
+    Wherever in the process they are: a pass over all objects, for rare use. Of other data sets nothing can be told
+    without running the user's code: a loader that happens to have the same batch size is no evidence.
+    """
     for each in gc.get_objects():
         # By its type: isinstance may run code of the object.
-        if issubclass(type(each), DataLoader) and getattr(each, "batch_size", None) == rows:
+        if not issubclass(type(each), DataLoader) or getattr(each, "batch_size", None) != len(batch):
+            continue
+        if _holds(getattr(each, "dataset", None), batch[0]):
             yield LoaderUse(each, None)
+
+
+def _holds(dataset: Any, row: Tensor) -> bool:
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    if not isinstance(dataset, TensorDataset) or not dataset.tensors:
+        return False
+    rows = dataset.tensors[0]
+    if rows.shape[1:] != row.shape or rows.dtype != row.dtype or rows.device != row.device:
+        return False
+    return bool((rows == row).flatten(1).all(1).any()) if rows.dim() > 1 else bool((rows == row).any())
 
 
 def _iterated(original: Any, listeners: tuple[LoaderLog, ...], loader: Loader) -> Any:

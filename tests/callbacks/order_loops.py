@@ -21,6 +21,17 @@ Body = Callable[[int, Any, Any, dict[str, Any]], None]
 Case = tuple[Body, str, str, str, str]
 
 
+def collected() -> tuple[list[Body], Callable[[Body], Body]]:
+    """A list, and a decorator that puts loops into it."""
+    found: list[Body] = []
+
+    def collect(body: Body) -> Body:
+        found.append(body)
+        return body
+
+    return found, collect
+
+
 def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 

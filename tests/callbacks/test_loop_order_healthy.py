@@ -13,15 +13,10 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD
 
-from .order_loops import Body, batch, cross_entropy, plain, run
+from .order_loops import Body, batch, collected, cross_entropy, plain, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
-HEALTHY: list[Body] = []
-
-
-def healthy(body: Body) -> Body:
-    HEALTHY.append(body)
-    return body
+HEALTHY, healthy = collected()
 
 
 # Accumulation.

@@ -13,15 +13,10 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import LBFGS, SGD
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LinearLR, ReduceLROnPlateau, SequentialLR, StepLR
 
-from .order_loops import Body, batch, cross_entropy, plain, run
+from .order_loops import Body, batch, collected, cross_entropy, plain, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
-HEALTHY: list[Body] = []
-
-
-def healthy(body: Body) -> Body:
-    HEALTHY.append(body)
-    return body
+HEALTHY, healthy = collected()
 
 
 # Clipping.

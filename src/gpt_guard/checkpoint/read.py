@@ -90,7 +90,7 @@ def _refuse_bad_archive(path: Path, size: int, voice: Voice) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as error:
+    except (zipfile.BadZipFile, RuntimeError, ValueError, OSError) as error:
         seen = f"{path} ({size} bytes) begins like a torch checkpoint but has no end: {printable(error)}"
         voice.refuse("GG707", seen, known=["truncated"], because=error)
     claimed = sum(entry.file_size for entry in entries)

@@ -110,7 +110,7 @@ class Leaves:
 def _key(tensor: Tensor) -> int | None:
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         return None
 
 

@@ -123,7 +123,7 @@ class Memory:
         """What stands for the tensor's storage; None for a kind of tensor without one."""
         try:
             return int(_storage(tensor)._cdata)
-        except (RuntimeError, NotImplementedError):
+        except RuntimeError:
             return None
 
     def maker(self, tensor: Tensor) -> Maker | None:

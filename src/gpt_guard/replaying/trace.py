@@ -144,7 +144,7 @@ class Trace(TorchDispatchMode):
         try:
             with torch.no_grad():
                 return question(*about)
-        except (RuntimeError, NotImplementedError):
+        except RuntimeError:
             # A kind of tensor that cannot be read has no origin that could be shown.
             return None
         finally:

@@ -47,6 +47,11 @@ class Desk:
         self._take_troubles()
         return self._findings
 
+    @property
+    def late(self) -> bool:
+        """Whether each output takes observations late."""
+        return all(sink.late for sink in self.sinks)
+
     def submit(self, finding: Finding) -> None:
         """Take a finding; raises the GuardError that stands for it if the policy says halt.
 

@@ -162,7 +162,7 @@ class Guardian(Staged):
 
         On an accelerator what is measured after a step (`update_ratio`) is filled in with the next one.
         """
-        return self._progress.latest
+        return self._settled().latest
 
     @property
     def step(self) -> int:
@@ -172,13 +172,19 @@ class Guardian(Staged):
     @property
     def findings(self) -> tuple[Finding, ...]:
         """All findings so far, each cause once."""
+        self._settled()
         return tuple(self._desk.findings)
+
+    def _settled(self) -> Progress:
+        if self._session is not None:
+            self._session.settle()
+        return self._progress
 
     def report(self) -> Report:
         """Run facts and findings as of now."""
         unseen = self._session.blind_spots() if self._session is not None else self._not_watched
         unseen = [*unseen, *self._desk.blind_spots()]
-        return make_report(self._subject.model(), self.guards, self._desk, self._progress, unseen)
+        return make_report(self._subject.model(), self.guards, self._desk, self._settled(), unseen)
 
     def log(self, **metrics: Any) -> None:
         """Note numbers of your own under the newest step: numbers, NaN too, or tensors of one element, which are read.
@@ -186,7 +192,7 @@ class Guardian(Staged):
         Raises GuardUsageError, naming the metric, for anything else.
         """
         numbers = arguments.checked_metrics(metrics)
-        self._progress.log(numbers)
+        self._settled().log(numbers)
         self._desk.log(max(self._progress.step - 1, 0), numbers)
 
     @contextmanager
@@ -251,7 +257,7 @@ class Guardian(Staged):
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on counting and judging: plain numbers, loadable with `weights_only=True`."""
-        return state_of(self._progress, self.guards)
+        return state_of(self._settled(), self.guards)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state, before entering; guards that were not there then start fresh."""

@@ -26,11 +26,16 @@ class Ledger:
         self._waiting: dict[object, Readings] = {}
         self.label: object = None
 
+    @property
+    def waits(self) -> bool:
+        """Whether anything does."""
+        return bool(self._waiting)
+
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 
-    def put(self, name: str, value: Tensor | float | list[float]) -> None:
-        """Keep a detached scalar or vector (or plain floats) under a name; does not read the device."""
+    def put(self, name: str, value: Any) -> None:
+        """Keep a detached scalar or vector, or something on the host, under a name; does not read the device."""
         waiting = self._waiting.get(self.label)
         if waiting is None:
             waiting = self._waiting[self.label] = {}

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import threading
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gpt_guard.backlog import Backlog
 from gpt_guard.desk import Desk
 from gpt_guard.hooks.clearing import Clearing
 from gpt_guard.hooks.gradients import Gradients
-from gpt_guard.hooks.losses import LossScale
-from gpt_guard.hooks.optimizer import innermost
-from gpt_guard.hooks.scaler import GradScaler
-from gpt_guard.hooks.scaler_use import ScalerUse
 from gpt_guard.hooks.watch import Watch
+from gpt_guard.lane import Lane
 from gpt_guard.ledger import Readings
 from gpt_guard.observing import amount
 from gpt_guard.progress import Progress
 from gpt_guard.records import Moment, Observation
 from gpt_guard.roster import Roster
+from gpt_guard.scaled import ScalerEvents
 from gpt_guard.stepping import Steps
 from gpt_guard.unseen import Unseen
 
@@ -43,14 +42,21 @@ class Loop:
         self._clearing = [Clearing([places[name] for name in names]) for names in held]
         self._left_in = [partial(self._gradients.largest, names, immediate=watch.immediate) for names in held]
         self._steps = Steps(watch, self._gradients, roster, desk, progress)
-        self._scale = LossScale()
-        self._use = ScalerUse()
+        self._pace = watch.pace
+        self._backlog = Backlog(roster, desk, progress)
+        watch.settle = self._backlog.settle
+        self._lane: Lane | None = None
+        if watch.immediate and len(watch.optimizers) == 1 and desk.policy.usual:
+            self._lane = Lane(watch, self._gradients, roster, self._steps, progress, self.unseen, self._backlog)
+            self._lane.late = desk.late
+            self._lane.open()
+        self.scaler = ScalerEvents(watch, self._gradients, self.unseen, self._skipped)
+        self._scale, self._use = self.scaler.scale, self.scaler.use
         self._loss: Tensor | None = None
         self._threads: set[int] = set()
         self._stepped = False
         self._open = [0] * len(watch.optimizers)
         self._observed: Observation | None = None
-        self._fired = False
 
     @property
     def evaluating(self) -> bool:
@@ -66,20 +72,18 @@ class Loop:
     def forward_begins(self) -> None:
         """Note whether this is training or evaluation, and how much data it takes."""
         watch = self._watch
-        self._threads.add(threading.get_ident())
+        self._threads.add(get_ident())
         watch.evaluation = watch.evaluating or not torch.is_grad_enabled()
         if not watch.evaluation:
             samples, tokens = amount(watch.tap.inputs)
             self._progress.samples += samples
             self._progress.tokens += tokens
         watch.inspection.forward_begins(evaluation=watch.evaluation)
-        for listener in watch.forward_begins:
-            self._roster.listen(listener)
+        self._roster.listen_all(watch.forward_begins)
 
     def forward_ended(self, output: Any) -> None:
         """An evaluation forward is read when it ends, since no step will come to read it."""
-        for listener in self._watch.forward_ended:
-            self._roster.listen(listener, output)
+        self._roster.listen_all(self._watch.forward_ended, output)
         if self._watch.evaluation:
             self._watch.tap.inputs = None
             self._watch.inspection.evaluation_ended()
@@ -94,9 +98,15 @@ class Loop:
 
     def backward_begins(self, losses: tuple[Tensor, ...]) -> bool:
         """False for a backward in a thread that has not called this model, while another has: it is not ours."""
-        if self._threads and threading.get_ident() not in self._threads:
+        if self._threads and get_ident() not in self._threads:
             return False
         watch = self._watch
+        lane = self._lane
+        if lane is not None:
+            if not (self._pace.full or watch.closure or self._use.seen) and lane.backward_begins(losses):
+                watch.tap.paused, self._loss, self._stepped = True, losses[0], False
+                return True
+            lane.long_way()
         watch.tap.paused = True
         if not watch.closure:
             self._open = [0] * len(self._open)
@@ -121,8 +131,10 @@ class Loop:
 
     def backward_ended(self) -> None:
         """Measure the gradients, if this backward was ours."""
-        watch, loss = self._watch, self._loss
+        watch, loss, lane = self._watch, self._loss, self._lane
         watch.tap.paused, self._loss = False, None
+        if lane is not None and lane.began and lane.backward_ended():
+            return
         grads = self._gradients.current()
         ours = self._gradients.touched(grads)
         self._scale.backward_ended(ours=ours)
@@ -136,48 +148,23 @@ class Loop:
         watch.grad_norms = self._gradients.measure(self._scale.unit, immediate=watch.immediate, current=grads)
         for clearing in self._clearing:
             clearing.backward_ended(self._gradients.state)
-        self._roster.call("after_backward")
+        if lane is not None:
+            lane.note()
+        watch.loss = loss
+        try:
+            self._roster.call("after_backward")
+        finally:
+            watch.loss = None
         if self.unseen.backward() and not watch.immediate:
             self._judge_early(self._steps.unstepped())
         watch.capture.backward_ended(watch.micro_batch)
 
     def backward_failed(self) -> None:
         """The backward raised, or a guard halted: be ready for the next one."""
+        if self._lane is not None:
+            self._lane.began = False
         self._watch.tap.paused = False
         self._loss = None
-
-    # GradScaler: its scale is taken out of every figure, and a step it skips is not a step.
-
-    def loss_scaled(self, scaler: GradScaler, outputs: Any, scaled: Any) -> None:
-        """Keep the scale for the backward that follows."""
-        self._scale.offer(scaler, outputs, scaled)
-        self._use.scaled(self._scale.offered)
-
-    def _own(self, optimizer: Any) -> int | None:
-        inner = innermost(optimizer)
-        return next((index for index, own in enumerate(self._watch.optimizers) if own is inner), None)
-
-    def scaler_unscales(self, optimizer: Any) -> None:
-        """From here on the gradients of this optimizer are the true ones."""
-        if (index := self._own(optimizer)) is not None:
-            self._use.unscales(index)
-
-    def scaler_steps(self, optimizer: Any) -> None:
-        """A step may follow, or be skipped."""
-        self._fired = False
-        if (index := self._own(optimizer)) is not None:
-            self.unseen.scaler_called()
-            self._use.scaler_steps(index, self._gradients.now())
-
-    def scaler_stepped(self, optimizer: Any) -> None:
-        """If none of our steps fired in between, the scaler has skipped it."""
-        index = self._own(optimizer)
-        if index is not None and not self._fired:
-            self.unseen.step()
-            self._end_step()
-            self._use.step_ended(index, [])
-            self._steps.skipped_outside(index)
-        self._use.scaler_stepped()
 
     # Optimizer.
 
@@ -186,10 +173,12 @@ class Loop:
         self._open[index] += 1
         if self._open[index] > 1:
             return
-        self._fired, self._observed = True, None
+        self.scaler.fired, self._observed = True, None
         self.unseen.step()
         watch = self._watch
         watch.step, watch.closure = self._progress.steps[index], closure
+        if self._lane is not None and self._lane.ready and self._lane.step_begins(watch.optimizers[index]):
+            return
         if not closure:
             clearing = self._clearing[index]
             watch.ledger.put("grads_uncleared", clearing.step_begins(self._gradients.now))
@@ -204,12 +193,21 @@ class Loop:
         if self._observed is None:
             self._settle_before(index)
 
+    def _skipped(self, index: int) -> None:
+        """A GradScaler has left a step out."""
+        self._end_step()
+        self._use.step_ended(index, [])
+        self._steps.skipped_outside(index)
+
     def _settle_before(self, index: int) -> None:
         try:
-            self._observed = self._steps.before(index)
+            self._backlog.settle()
+            self._observed = seen = self._steps.before(index)
         except BaseException:
             self.closure_failed(index)
             raise
+        if self._lane is not None and not seen.skipped:
+            self._lane.verify(seen.grad_norm, seen.grad_norm_clipped)
 
     def closure_failed(self, index: int) -> None:
         """No step after all: whoever goes on begins a new one with the next backward."""
@@ -220,6 +218,13 @@ class Loop:
         """Measure what the step has done."""
         self._open[index] = max(self._open[index] - 1, 0)
         if self._open[index]:
+            return
+        if self._lane is not None and self._lane.stepping:
+            self._stepped = True
+            self._watch.tap.inputs = None
+            if not self._watch.tap.calls:
+                self._end_step()
+            self._lane.step_ended(self._watch.optimizers[index])
             return
         seen, self._observed = self._observed, None
         self._gradients.remember()
@@ -236,7 +241,12 @@ class Loop:
         finally:
             self._end_step()
         self.unseen.step_ended()
-        self._watch.inspection.step_ended(self._progress.step)
+        watch = self._watch
+        watch.inspection.step_ended(self._progress.step)
+        if watch.inspection.active:
+            watch.pace.doubt()
+        else:
+            watch.pace.step_ended()
 
     def _end_step(self) -> None:
         watch = self._watch
@@ -250,8 +260,18 @@ class Loop:
             self.unseen.saw_modules = True
             watch.tap.forget()
 
+    def settle(self) -> None:
+        """Have the steps judged that wait for it; raises what halts."""
+        self._backlog.settle()
+
+    def close(self) -> None:
+        """Let go of what listens to the loop; may run twice."""
+        if self._lane is not None:
+            self._lane.close()
+
     def finish(self) -> None:
         """Complete what still waits, and let the guards say what is left to say."""
+        self.settle()
         readings = self._steps.read()
         if readings and not self._watch.immediate:
             # A forward, or a backward, that no step has followed.

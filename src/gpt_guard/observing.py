@@ -44,11 +44,14 @@ def observe(
 
     `after` and `applied` name the parameters whose norms stand in `grad_norms` (taken after backward) and
     `grad_norms.applied` (just before the step; None if nothing has touched the gradients since). `names` restricts
-    both to the parameters this optimizer steps. `facts` are the fields known without the device.
+    both to the parameters this optimizer steps. `clip` among the readings is the factor that the gradients were
+    multiplied by in between, where that is known without norms. `facts` are the fields known without the device.
     """
     norms = _named(after, readings.pop("grad_norms", []), names)
     grad_norm = total_norm(norms.values()) if norms else None
     clipped_norm = grad_norm
+    if "clip" in readings and grad_norm is not None:
+        clipped_norm = grad_norm * readings.pop("clip")
     if applied is not None:
         values = readings.pop("grad_norms.applied", [])
         # Only their total is wanted, unless there are no others.
@@ -106,6 +109,9 @@ def _clipped(before: float | None, after: float | None) -> bool | None:
 
 def complete(seen: Observation, late: Readings, step_time: float | None) -> Observation:
     """The same observation with what was measured after the step."""
+    # Figures that are worked out when somebody wants to know, for several steps at once.
+    if "later" in late:
+        late |= late.pop("later")()
     fields = seen.__dict__.copy()
     fields["moment"] = Moment.AFTER_STEP
     fields["update_ratio"] = late.pop("update_ratio", None)

@@ -27,7 +27,10 @@ class Roster:
         self._guards = list(guards)
         self._submit = submit
         self._calls: dict[str, list[tuple[Guard, Callable[..., None]]]] = {}
+        self._light: dict[str, list[tuple[Guard, Callable[..., None]]]] = {}
         self._judges: dict[Moment, list[Guard]] = {}
+        self._late: dict[Moment, list[Guard]] = {}
+        self._asked: list[tuple[Guard, Callable[[], bool]]] = []
         self._active: set[int] = set()
         self._rests = False
         self._sort()
@@ -47,7 +50,13 @@ class Roster:
         self._calls = {
             name: [(guard, getattr(guard, name)) for guard in called if _overrides(guard, name)] for name in _MOMENTS
         }
+        self._light = {
+            name: [(guard, method) for guard, method in calls if guard.light is None or name in guard.light]
+            for name, calls in self._calls.items()
+        }
         self._judges = {moment: [guard for guard in called if moment in guard.judged_at] for moment in Moment}
+        self._late = {moment: [guard for guard in judges if guard.late] for moment, judges in self._judges.items()}
+        self._asked = [(guard, guard.due) for guard in called if not guard.late]
         self._active = {id(guard) for guard in self._guards}
 
     def attach(self, guard: Guard, watch: Watch) -> None:
@@ -69,14 +78,33 @@ class Roster:
 
     def call(self, moment: str, *args: Any) -> None:
         """Run one moment method of every guard that has it."""
+        self._run(self._calls[moment], args)
+
+    def call_light(self, moment: str, *args: Any) -> None:
+        """Run one moment method of the guards that want it in a light step too."""
+        self._run(self._light[moment], args)
+
+    def _run(self, calls: list[tuple[Guard, Callable[..., None]]], args: tuple[Any, ...]) -> None:
         # As `_safely` does, without a call more for each guard.
-        for guard, method in self._calls[moment]:
+        for guard, method in calls:
             try:
                 method(*args)
             except GuardError:
                 raise
             except Exception as error:
                 self._drop(guard, error)
+
+    def due(self) -> bool:
+        """Whether any guard has something to judge in this light step; each is asked."""
+        found = False
+        for guard, due in self._asked:
+            try:
+                if due():
+                    found = True
+            except Exception as error:
+                self._drop(guard, error)
+                found = True
+        return found
 
     def listen(self, listener: Callable[..., None], *args: Any) -> None:
         """Run what a guard has registered, unless that guard is switched off by now."""
@@ -91,9 +119,22 @@ class Roster:
         elif not isinstance(owner, Guard):
             listener(*args)
 
-    def judge(self, seen: Observation) -> None:
-        """Let the guards judge an observation and submit what they find."""
-        for guard in self._judges[seen.moment]:
+    def listen_all(self, listeners: Iterable[Callable[..., None]], *args: Any) -> None:
+        """Run all that was registered for one moment; a guard that fails is switched off with all of its listeners."""
+        for listener in [*listeners]:
+            try:
+                listener(*args)
+            except GuardError:
+                raise
+            except Exception as error:
+                owner = getattr(listener, "__self__", None)
+                if not isinstance(owner, Guard):
+                    raise
+                self._drop(owner, error)
+
+    def judge(self, seen: Observation, *, late: bool = False) -> None:
+        """Let the guards judge an observation and submit what they find; `late`: those that may be told late."""
+        for guard in (self._late if late else self._judges)[seen.moment]:
             try:
                 for found in guard.judge(seen):
                     self._submit_named(guard, found)
@@ -141,6 +182,10 @@ class Roster:
     def _drop(self, guard: Guard, error: Exception) -> None:
         self._guards = [other for other in self._guards if other is not guard]
         self._sort()
+        if guard._watch is not None:
+            registered: tuple[list[Any], ...] = (guard._watch.forward_begins, guard._watch.forward_ended)
+            for listeners in registered:
+                listeners[:] = [each for each in listeners if getattr(each, "__self__", None) is not guard]
         self.detach(guard)
         self._report(guard, error)
 

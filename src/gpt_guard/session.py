@@ -27,6 +27,7 @@ from gpt_guard.hooks.optimizer import StepHooks
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.loop import Loop
 from gpt_guard.progress import Progress
+from gpt_guard.records import Finding
 from gpt_guard.replaying.service import Replayer
 from gpt_guard.roster import Roster
 
@@ -61,7 +62,7 @@ class Session:
                 optimizers,
                 immediate=immediate,
                 tap=tap,
-                submit=desk.submit,
+                submit=self._submit,
                 inspection=Inspection(tap, steps=inspect_steps, every=inspect_every),
                 scheduler=scheduler,
                 run_dir=run_dir,
@@ -72,7 +73,7 @@ class Session:
             if replayer is not None:
                 undo.callback(replayer.close)
                 replayer.open(watch, progress)
-            self.roster = Roster(guards, desk.submit)
+            self.roster = Roster(guards, self._submit)
             tap.listen = watch.inspection.run = self.roster.listen
             self.loop = Loop(watch, self.roster, desk, progress)
             self._attach(undo, guards, scaler)
@@ -81,9 +82,12 @@ class Session:
 
     def _attach(self, undo: ExitStack, guards: Sequence[Guard], scaler: Any) -> None:
         watch, loop = self.watch, self.loop
-        for patch in (BACKWARD, *scaling.patches(scaler)):
-            undo.callback(patch.remove, loop)
-            patch.add(loop)
+        undo.callback(loop.close)
+        undo.callback(BACKWARD.remove, loop)
+        BACKWARD.add(loop)
+        for patch in scaling.patches(scaler):
+            undo.callback(patch.remove, loop.scaler)
+            patch.add(loop.scaler)
         undo.callback(watch.modes.close)
         watch.modes.open()
         undo.callback(StepHooks(watch.optimizers, loop).close)
@@ -98,6 +102,16 @@ class Session:
         watch.inspection.rouse(self.roster.wake, self.roster.rest)
         watch.inspection.open(watch.step, optimizers=len(watch.optimizers))
 
+    def _submit(self, finding: Finding) -> None:
+        """A finding, after those of earlier steps; whatever it is, the next steps are measured in full."""
+        self.watch.settle()
+        self.watch.pace.doubt()
+        self._desk.submit(finding)
+
+    def settle(self) -> None:
+        """Have the steps judged that wait for it: somebody wants to know."""
+        self.loop.settle()
+
     def blind_spots(self) -> list[str]:
         """What cannot be seen in this stretch; empty means that everything asked for is watched."""
         return self.loop.unseen.blind_spots() + self.roster.blind_spots()
@@ -109,6 +123,7 @@ class Session:
         """Inspect the next steps, with a microscope in place as long as they last unless there is one anyway."""
         watch, roster = self.watch, self.roster
         watch.inspection.restart(steps)
+        watch.pace.doubt()
         found = next((guard for guard in self._guards if isinstance(guard, Microscope)), None)
         scope = Microscope() if found is None else found
         if found is None and watch.inspection.active:

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from gpt_guard.desk import Desk
 from gpt_guard.errors import GuardError
@@ -128,6 +129,30 @@ class Steps:
         self._watch.capture.step_ended()
         if self._watch.immediate:
             self.read()
+
+    # Light steps, which Lane makes the observations of.
+
+    def begin_light(self) -> None:
+        """As `begin`, where no reading of an earlier step can be left."""
+        if self._losses or self._kept:
+            self.begin()
+
+    def measure_light(self, optimizer: Optimizer) -> Readings:
+        """Measure what a step has done; gives what the guards have put into the ledger."""
+        ledger = self._watch.ledger
+        ledger.label = _AFTER
+        try:
+            self._roster.call_light("after_step", optimizer)
+        finally:
+            ledger.label = _BEFORE
+        return ledger.read().get(_AFTER, {})
+
+    def count_light(self) -> float | None:
+        """The step was made; gives its time."""
+        self._progress.steps[0] += 1
+        self._tick(0)
+        self._watch.capture.step_ended()
+        return self._step_time
 
     def skipped_outside(self, index: int) -> None:
         """A GradScaler did not call `step()`."""

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gpt_guard.hooks.arrivals import Arrival, Pattern, await_gradients, direct, gradients_of
+from gpt_guard.hooks.arrivals import (
+    Arrival,
+    Pattern,
+    await_gradients,
+    direct,
+    gradients_of,
+    listed,
+    numbers_of,
+    returned,
+)
 from gpt_guard.hooks.frontier import frontier
 
 
@@ -134,3 +144,53 @@ def test_a_loss_from_elsewhere_is_learnt_anew() -> None:
     assert pattern.positions is None
     learn(pattern, 4, outside=True)
     assert pattern.positions == frozenset({"[0]"})
+
+
+# Numbers in place of arrivals.
+
+
+class Output(NamedTuple):
+    logits: Tensor
+
+
+def test_numbers_stand_for_the_arrivals_of_a_tensor_and_of_a_tuple() -> None:
+    logits, loss = outputs()
+    for output in (
+        loss,
+        (logits, loss),
+        (None, loss, None),
+        (torch.ones(3), logits),
+        torch.ones(3),
+        (),
+        (logits,) * 20,
+    ):
+        numbers = numbers_of(output)
+        assert numbers is not None
+        made, known = listed(numbers), await_gradients(output, ())
+        assert [(each.position, each.number) for each in made] == [(each.position, each.number) for each in known]
+
+
+def test_what_has_to_be_walked_through_has_no_numbers() -> None:
+    logits, _ = outputs()
+    for output in ({"logits": logits}, [logits], Output(logits), (logits, [logits]), (nn.Parameter(logits.detach()),)):
+        assert numbers_of(output) is None
+
+
+@pytest.mark.parametrize("place", ["", "[1]"])
+def test_whether_it_was_returned_is_told_from_numbers_as_from_arrivals(place: str) -> None:
+    logits, loss = outputs()
+    output = (logits, loss) if place else loss
+    numbers = numbers_of(output)
+    assert numbers is not None
+    for losses in ([loss], [loss * 2], [logits], [loss, loss], [loss.detach()], []):
+        assert returned(losses, numbers) == (direct(losses, await_gradients(output, ())) is not None)
+    # `loss /= 4` is the same tensor, and another node.
+    loss /= 4
+    assert not returned([loss], numbers)
+
+
+def test_positions_are_those_of_a_walk_however_many_there_are() -> None:
+    output = tuple(torch.ones(2, requires_grad=True) * place for place in range(20))
+    assert [each.position for each in await_gradients(output, ())] == [f"[{place}]" for place in range(20)]
+    mixed = (None, {"x": output[0]}, output[1])
+    assert [each.position for each in await_gradients(mixed, ())] == ["[1]['x']", "[2]"]

@@ -8,8 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.hooks.ambient import Surroundings, surrounded_by
-from gpt_guard.hooks.capture import Capture, versions_of
+from gpt_guard.hooks.arrivals import gradients_of
+from gpt_guard.hooks.capture import Capture
+from gpt_guard.hooks.captured import plain_versions, versions_of
+from gpt_guard.hooks.frontier import frontier
+from gpt_guard.hooks.modes import ModeLog
+from gpt_guard.hooks.pace import Pace
 
 
 class Net(nn.Module):
@@ -121,53 +125,122 @@ def test_an_evaluation_leaves_the_training_call_in_its_place() -> None:
     assert capture.evaluation is None
 
 
-# Surroundings.
+class WithLoss(Net):
+    """Returns its loss beside its output."""
+
+    def forward(self, x: Tensor) -> Any:
+        out = super().forward(x)
+        return out, out.square().mean()
 
 
-def test_a_forward_in_its_surroundings_is_the_forward_that_it_was() -> None:
-    model, x = Net(), torch.ones(4, 3)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        ambient = Surroundings(model).take()
-        first = model(x)
-    model.eval()
-    torch.rand(7)
-    state = torch.get_rng_state()
-    with torch.no_grad(), surrounded_by(model, ambient):
-        again = model(x)
-        assert torch.is_grad_enabled()
-        assert model.drop.training
-    assert again.dtype is torch.bfloat16
-    assert torch.equal(first, again)
-    assert torch.equal(state, torch.get_rng_state())
-    assert not any(module.training for module in model.modules())
-    assert not torch.is_autocast_enabled("cpu")
+def steps(capture: Capture, model: nn.Module, count: int, loss_of: Any) -> Tensor:
+    """So many steps, of which the last stands where its backward is to be judged."""
+    for place in range(count):
+        if place:
+            capture.backward_ended(1)
+        capture.step_ended()
+        loss: Tensor = loss_of(call(capture, model, torch.ones(2, 3)))
+        capture.backward_begins((loss,))
+        loss.backward()
+    return loss
 
 
-def test_the_cache_of_an_autocast_that_is_running_is_neither_read_nor_written() -> None:
-    model, x = Net(), torch.ones(4, 3)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        ambient = Surroundings(model).take()
-        first: Any = model(x)
-        with torch.no_grad():
-            model.layer.weight.fill_(2)
-        with surrounded_by(model, ambient):
-            again = model(x)
-        assert torch.is_autocast_cache_enabled()
-        assert torch.equal(model(x).isfinite(), first.isfinite())
-    assert not torch.equal(first, again)
+def test_once_the_loss_is_known_to_be_returned_only_numbers_are_kept() -> None:
+    model = WithLoss()
+    capture = Capture(model, immediate=True)
+    loss = steps(capture, model, 6, lambda output: output[1])
+    (kept,) = capture.calls
+    assert kept.numbers is not None
+    assert kept.losses[0] is loss
+    # A replay asks for them by name.
+    assert [each.position for each in kept.arrivals] == ["[0]", "[1]"]
+    assert gradients_of(kept.arrivals, kept.losses) == {"[1]": torch.ones(())}
+    capture.backward_ended(1)
+    assert kept.losses == ()
 
 
-def test_where_a_generator_cannot_be_read_the_rest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As while a CUDA graph is recorded."""
+@pytest.mark.parametrize(
+    "loss_of",
+    [lambda output: output[1].div_(4), lambda output: output[1] + output[0].sum(), lambda output: output[0].sum()],
+)
+def test_a_loss_from_elsewhere_is_noticed_where_only_numbers_are_kept(loss_of: Any) -> None:
+    model = WithLoss()
+    capture = Capture(model, immediate=True)
+    steps(capture, model, 6, lambda output: output[1])
+    capture.backward_ended(1)
+    steps(capture, model, 1, loss_of)
+    (kept,) = capture.calls
+    # Nothing waited this time, and it is not taken for the loss that the model returned.
+    assert gradients_of(kept.arrivals, kept.losses) == {}
+    first, _ = frontier(kept.losses, {each.number for each in kept.arrivals})
+    assert first
+    capture.backward_ended(1)
+    steps(capture, model, 1, loss_of)
+    assert any(each.gradient is not None for each in capture.calls[0].arrivals)
 
-    def refuse() -> Tensor:
-        raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture")
 
+def test_two_calls_in_a_step_are_both_seen_as_returned() -> None:
+    model = WithLoss()
+    capture = Capture(model, immediate=False)
+    steps(capture, model, 6, lambda output: output[1])
+    capture.step_ended()
+    for place in range(2):
+        backward(capture, call(capture, model, torch.ones(2, 3))[1], place + 1)
+    assert [each.micro_batch for each in capture.calls] == [0, 1]
+    assert all(len(gradients_of(each.arrivals, each.losses)) == 1 for each in capture.calls)
+    capture.step_ended()
+    # Both belong to one backward, as the real and the made-up batch of a GAN.
+    losses = [call(capture, model, torch.ones(2, 3))[1] for _ in range(2)]
+    backward(capture, losses[0] + losses[1], 1)
+    steps(capture, model, 1, lambda output: output[1])
+    assert any(each.gradient is not None for each in capture.calls[0].arrivals)
+
+
+def test_gradients_are_let_go_though_no_loss_was_a_tensor() -> None:
+    """`backward()` may be called on an edge of the graph."""
     model = Net()
-    surroundings = Surroundings(model)
-    monkeypatch.setattr(surroundings, "_random", [("cpu", refuse)])
-    ambient = surroundings.take()
-    assert ambient.random == {}
-    assert ambient.training == (True, True, True)
-    with surrounded_by(model, ambient):
-        model(torch.ones(2, 3))
+    capture = Capture(model, immediate=True)
+    out = call(capture, model, torch.ones(2, 3)).sum()
+    capture.backward_begins(())
+    out.backward()
+    (kept,) = capture.calls
+    assert kept.arrivals[0].gradient is not None
+    capture.backward_ended(1)
+    assert kept.arrivals[0].gradient is None
+
+
+def test_versions_are_counted_alike_whatever_the_model_is_called_with() -> None:
+    x, y = torch.ones(2), torch.zeros(2)
+    y.add_(1)
+    with torch.inference_mode():
+        frozen = torch.ones(2)
+    plain: list[Any] = [((x, y), {}), ((x,), {"y": y, "mask": None, "scale": 2.0}), ((), {"y": y}), ((), {})]
+    for args, kwargs in plain:
+        assert plain_versions(args, kwargs) == versions_of((args, kwargs))
+    for args, kwargs in (((frozen,), {}), (({"x": x},), {}), ((x,), {"y": [y]}), ((nn.Parameter(x),), {})):
+        assert plain_versions(args, kwargs) is None
+
+
+def test_a_dict_is_kept_as_it_was_given() -> None:
+    model, x = nn.Linear(3, 3), torch.ones(2, 3)
+    capture = Capture(model, immediate=True)
+    batch = {"x": x, "labels": x}
+    capture.forward_begins(((batch, "text"), {"more": x}), 0, evaluation=False)
+    batch.pop("labels")
+    assert capture.now is not None
+    assert capture.now.args == ({"x": x, "labels": x}, "text")
+    assert capture.now.versions == [0, 0, 0]
+
+
+def test_a_light_step_keeps_modes_that_were_set_by_a_call() -> None:
+    model = Net()
+    log, pace = ModeLog(model), Pace(light=True)
+    log.open()
+    capture = Capture(model, immediate=True, log=log, pace=pace)
+    call(capture, model, torch.ones(2, 3))
+    pace.full = False
+    model.drop.eval()
+    call(capture, model, torch.ones(2, 3))
+    log.close()
+    assert capture.now is not None
+    assert capture.now.ambient.training == (True, True, False)

@@ -50,7 +50,8 @@ def tapped(model: nn.Module, *, immediate: bool = True, ignore: tuple[str, ...] 
 
 
 def hooks(model: nn.Module) -> int:
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    held = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    return held + (nn.Module._compiled_call_impl is not None)
 
 
 def model_of(*layers: nn.Module) -> nn.Sequential:

@@ -95,3 +95,52 @@ def test_the_call_that_set_a_module_is_one_on_it_or_around_it() -> None:
     assert path(None, training=True) == "0"
     assert path("1", training=False) == "1"
     assert path("0.0", training=False) is None
+
+
+def test_each_call_on_a_module_of_the_model_is_counted() -> None:
+    inner = nn.Linear(1, 1)
+    model = nn.Sequential(nn.Dropout(), nn.Sequential(inner))
+    log = ModeLog(model)
+    model.eval()
+    assert log.changes == 0
+    log.open()
+    seen = [log.changes]
+    model.train()
+    seen.append(log.changes)
+    inner.eval()
+    seen.append(log.changes)
+    with log.ignoring():
+        model[0].eval()
+    seen.append(log.changes)
+    nn.ModuleDict({"generator": model}).train()
+    seen.append(log.changes)
+    assert seen == sorted(set(seen))
+    nn.Linear(1, 1).eval()
+    log.close()
+    model.eval()
+    assert log.changes == seen[-1]
+
+
+class Looking(nn.Module):
+    """Notes the count and its mode while the modes are being set."""
+
+    def __init__(self, logs: list[ModeLog]) -> None:
+        super().__init__()
+        self.logs, self.seen = logs, (0, True)
+
+    def train(self, mode: bool = True) -> Looking:
+        self.seen = (self.logs[0].changes, self.training)
+        return super().train(mode)
+
+
+def test_whoever_looks_before_a_mode_is_set_finds_another_count_afterwards() -> None:
+    logs: list[ModeLog] = []
+    inner = Looking(logs)
+    model = nn.Sequential(nn.Dropout(), inner)
+    logs.append(ModeLog(model))
+    logs[0].open()
+    model.eval()
+    logs[0].close()
+    count, training = inner.seen
+    assert training
+    assert 0 < count < logs[0].changes

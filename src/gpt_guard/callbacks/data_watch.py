@@ -52,6 +52,9 @@ class DataWatch(Guard):
       needs the same data in each step.
     """
 
+    # A batch of another form has every step measured in full.
+    light: ClassVar[frozenset[str]] = frozenset()
+    late = True
     judged_at: ClassVar[frozenset[Moment]] = frozenset({Moment.BEFORE_STEP, Moment.FORWARD})
 
     def __init__(self, *, overfit: bool = False, repeats: int = 20) -> None:
@@ -108,11 +111,17 @@ class DataWatch(Guard):
             self._end_evaluation()
         self._draws.forward_begins()
         if self._open and self._log is not None:
+            watch.pace.doubt(1)
             self._log.forward(evaluation=False)
         args, kwargs = watch.tap.inputs or ((), {})
         first = args[0] if args else next(iter(kwargs.values()), None)
         if type(first) is Tensor:
-            self._shape.forward(tuple(first.shape))
+            shape = tuple(first.shape)
+            if watch.pace.full:
+                self._shape.forward(shape)
+            elif not self._shape.usual(shape):
+                watch.pace.doubt()
+                self._shape.forward(shape)
 
     def _loss_called(self, call: FunctionCall) -> None:
         target = call.get("target")

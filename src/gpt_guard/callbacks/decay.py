@@ -27,12 +27,17 @@ class DecayWatch:
         self._said = said
         self._highest: dict[int, float] = {}
 
+    def rises(self, index: int, highest: float) -> bool:
+        """Whether this learning rate, the highest of its groups, is higher than any before of this optimizer."""
+        if not highest > self._highest.get(index, 0.0):
+            return False
+        self._highest[index] = highest
+        return True
+
     def judge(self, seen: Observation, optimizer: Optimizer) -> Iterator[Finding]:
-        """GG312 for the group with the largest product; floats only."""
-        highest = max(seen.lr, default=0.0)
-        if not highest > self._highest.get(seen.optimizer, 0.0) or "GG312" in self._said:
+        """GG312 for the group with the largest product, once the learning rate `rises`; floats only."""
+        if "GG312" in self._said:
             return
-        self._highest[seen.optimizer] = highest
         products = [
             (lr * group["weight_decay"], place, lr, group)
             for place, (lr, group) in enumerate(zip(seen.lr, optimizer.param_groups, strict=False))

@@ -58,6 +58,12 @@ class UnusedGraphs:
             self._where = user_line()
             self._training = [each for each in modules if each.module.training]
 
+    def backward(self) -> None:
+        """A backward has come before anything was marked."""
+        self._most = max(self._most, self._forwards)
+        self._forwards = 0
+        self._backwards += 1
+
     def judge(self, watch: Watch, modules: int) -> bool:
         """Tell of what was marked and is gone by now, once; asked when a backward begins, and at the end.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.optim import Optimizer
@@ -50,6 +50,8 @@ class EvalModeAssert(Guard):
     - `allow`: patterns of module paths whose mode is deliberate, such as `"*.mc_dropout"` for Monte Carlo dropout, or
       `"backbone.*"` for a frozen part.
     """
+
+    light: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, allow: Iterable[str] = ()) -> None:
         self._allow = patterns("EvalModeAssert", "allow", allow)
@@ -113,6 +115,8 @@ class EvalModeAssert(Guard):
             self._root_trains = watch.model.training
             if self._graphs.forward_begins() and self._forward_ended not in watch.forward_ended:
                 watch.forward_ended.append(self._forward_ended)
+                # Its judgement needs to be told of each backward.
+                watch.pace.doubt()
             return
         training = [each for each in self._sensitive if each.module.training]
         if training:
@@ -204,6 +208,18 @@ class EvalModeAssert(Guard):
         if why not in self._meant:
             self._meant |= {why} if why else set()
             self.watch.submit(evaluated_in_training(self.watch, known, len(self._sensitive), why=why))
+
+    def due(self) -> bool:
+        """Whether anything is held back, or a module did not train; otherwise only the number of the step counts."""
+        self._graphs.backward()
+        modes = self._modes
+        waits = self._in_backward or self._suspicion or self._held
+        if waits or self._rhythm.usual != 0 or modes is None or not all(modes) or not self._began.settled:
+            # What a light step has left out.
+            self.after_backward()
+            return True
+        self._modes, self._all_trained = None, self.watch.step
+        return False
 
     def judge(self, seen: Any) -> Iterable[Finding]:
         self._judge_rhythm()

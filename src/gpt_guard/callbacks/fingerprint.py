@@ -42,6 +42,8 @@ class CheckpointFingerprint(Guard):
 
     judged_at = frozenset[Moment]()
 
+    late = True
+
     def __init__(
         self,
         tokenizer: Any = None,

@@ -48,6 +48,9 @@ class FiniteGuard(Guard):
     """
 
     judged_at: ClassVar[frozenset[Moment]] = frozenset({Moment.FORWARD, Moment.BEFORE_STEP, Moment.AFTER_STEP})
+    # Loss and gradients of a light step are known to be finite.
+    light = frozenset({"before_step", "after_step"})
+    late = True
 
     def __init__(
         self,
@@ -116,7 +119,9 @@ class FiniteGuard(Guard):
         self._untouched = self._state.buffer_versions()
         if watch.immediate and self.outputs:
             batch = bad_batch(watch)
-            self._batch = self._batch if batch is None else (batch, self._here_now())
+            if batch is not None:
+                watch.pace.doubt()
+                self._batch = (batch, self._here_now())
 
     def _here_now(self) -> dict[str, Any]:
         return self._here(self._micro_batch, evaluation=self.watch.evaluation) | {"where": user_line()}
@@ -189,7 +194,7 @@ class FiniteGuard(Guard):
             if bad and not self._accuse_batch():
                 self._told.step = True
                 here = {"step": watch.step, "micro_batch": micro_batch, "where": user_line()}
-                self._told.submit(watch.submit, bad_gradient(watch, bad, self._loss, here))
+                self._told.submit(watch.submit, bad_gradient(watch, bad, watch.loss, here))
         self._loss = None
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -201,10 +206,17 @@ class FiniteGuard(Guard):
     def after_step(self, optimizer: Optimizer) -> None:
         """One fused norm over parameters and float buffers: NaN and infinity survive it."""
         self._micro_batch = 0
-        self._state.note_after()
         watch = self.watch
-        if (norms := self._state.read() if watch.immediate else self._state.norms()) is not None:
-            watch.ledger.put("finite.state", norms)
+        self._state.note_after()
+        if watch.immediate:
+            norms = self._state.read()
+            if norms is not None:
+                watch.ledger.put("finite.state", norms)
+                total = sum(norms)
+                if total - total != 0.0:
+                    watch.pace.doubt()
+        elif (waiting := self._state.norms()) is not None:
+            watch.ledger.put("finite.state", waiting)
 
     def judge(self, seen: Observation) -> Iterable[Finding]:
         """What the host read brought: forward and gradients before the step, parameters and buffers after it."""

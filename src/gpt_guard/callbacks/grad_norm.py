@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpt_guard.callbacks import norm_findings
 from gpt_guard.callbacks.base import Guard
@@ -47,6 +47,9 @@ class GradNormMonitor(Guard):
 
     Reads nothing from the device itself. Raises GuardUsageError for a limit that cannot work.
     """
+
+    light: ClassVar[frozenset[str]] = frozenset()
+    late = True
 
     def __init__(
         self,
@@ -144,8 +147,11 @@ class GradNormMonitor(Guard):
         # Of what follows, most is over after the first steps or concerns few loops: those are not called in vain.
         if track.scaling.concerns(seen):
             yield from track.scaling.judge(seen)
-        backwards, track.backwards = self._backwards - track.backwards, self._backwards
+        # Those of a light step are not counted here: it has one.
+        backwards, track.backwards = seen.readings.get("backwards", self._backwards - track.backwards), self._backwards
         if self._missing is not None and not self._missing.settled(seen.optimizer):
+            # Which modules ran can only be asked at once.
+            self.watch.pace.doubt(1)
             yield from self._missing.judge(seen)
         norm = seen.grad_norm
         if not norm or not seen.grad_norm_clipped or (not backwards and self._without_gradients(seen.optimizer)):

@@ -46,18 +46,24 @@ class HiddenLeaves:
     @property
     def settled(self) -> bool:
         """Whether enough losses have been looked at, and nothing is suspected: no later loss needs a look."""
-        inspected = self._own_walks >= self._inspect and not self._fresh_walks
-        return inspected and self._still is None and not self._hidden
+        most = _MOST_WALKS * self._inspect
+        waits = self._still is not None and self._walks < 2 * most
+        looks = (self._own_walks < self._inspect or self._growing) and self._walks < most
+        return not (self._hidden or waits or looks)
+
+    @property
+    def _growing(self) -> bool:
+        """Whether the last walk met parameters that may be made anew each time."""
+        return 0 < self._fresh_walks < _FRESH and self._own_walks < self._inspect + _FRESH
 
     def before_backward(self, loss: Tensor) -> Iterator[Finding]:
         """Look at a loss, and tell what was suspected some steps ago."""
         if self._hidden:
             yield from self._tell_hidden(self._watch.step, _PATIENCE)
         due = self._still is not None and self._watch.step >= self._still.step + _PATIENCE
-        growing = 0 < self._fresh_walks < _FRESH and self._own_walks < self._inspect + _FRESH
         # Losses of other models pass here too, and a walk each for all of them would cost.
         left = _MOST_WALKS * self._inspect * (2 if due else 1) - self._walks
-        if left > 0 and (due or growing or self._own_walks < self._inspect):
+        if left > 0 and (due or self._growing or self._own_walks < self._inspect):
             self._walks += 1
             yield from self._walk(loss, due=due)
 

@@ -25,6 +25,9 @@ class LoggedLoss(Guard):
     Judges the loss that was read for the step anyway, also of a step that a GradScaler leaves out; reads nothing.
     """
 
+    # A loss that is not finite has its step, and those after it, measured in full.
+    late = True
+
     def __init__(self) -> None:
         self._bad: tuple[int, float] | None = None
         self._known: dict[str, int] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -44,6 +44,8 @@ class LoopOrder(Guard):
 
     Raises GuardUsageError for a figure that cannot work.
     """
+
+    light: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, *, uneven: float = 2.0, restart_factor: float = 1.1) -> None:
         check_types(LoopOrder, locals())
@@ -146,6 +148,11 @@ class LoopOrder(Guard):
         """Never comes."""
 
     # What is said about it.
+
+    def due(self) -> bool:
+        """Whether this step is unlike the last one in anything that is followed outside of inspected steps."""
+        restart = self._restarts.get(0)
+        return self._recorder is not None or restart is None or restart.may_have(self.watch.lr) or not self._tail.plain
 
     def judge(self, seen: Observation) -> Iterator[Finding]:
         if seen.evaluation:

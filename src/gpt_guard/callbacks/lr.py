@@ -6,19 +6,30 @@ import math
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
+
+from torch.optim import Optimizer
 
 from gpt_guard.callbacks import lr_findings
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.expected_lr import Expected, ExpectedLR
 from gpt_guard.callbacks.history import RobustHistory
 from gpt_guard.callbacks.lr_track import LRTrack
-from gpt_guard.callbacks.schedulers import SchedulerView, doubled, find_schedulers, is_scheduled, last_lr, views
+from gpt_guard.callbacks.schedulers import (
+    SchedulerView,
+    doubled,
+    find_schedulers,
+    is_scheduled,
+    last_lr,
+    state_of,
+    views,
+)
 from gpt_guard.callbacks.settings import check_types
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Observation
 
+_SCHEDULE = "lr_tracker.schedule"
 _FAST_IN_A_ROW = 3
 # What is sure to be a restart needs no leap to be told: a cosine falls by a tenth in a fifth of its length.
 _RESTARTED = 1.1
@@ -44,6 +55,9 @@ class LRTracker(Guard):
 
     Reads nothing from the device itself. Raises GuardUsageError for an argument that cannot work.
     """
+
+    light: ClassVar[frozenset[str]] = frozenset({"before_step"})
+    late = True
 
     def __init__(
         self,
@@ -95,6 +109,11 @@ class LRTracker(Guard):
         self._views = []
         super().detach()
 
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Where a scheduler stands can only be asked at its step; a light one is judged later."""
+        if self._views and not self.watch.pace.full:
+            self.watch.ledger.put(_SCHEDULE, [state_of(view.get()) for view in self._views])
+
     def judge(self, seen: Observation) -> Iterator[Finding]:
         if seen.evaluation or not seen.lr:
             return
@@ -142,9 +161,10 @@ class LRTracker(Guard):
                 yield lr_findings.impossible(seen, group, track.last)
 
     def _judge_schedulers(self, track: LRTrack, seen: Observation) -> Iterator[Finding]:
-        for view in self._views:
+        states = seen.readings.get(_SCHEDULE) or [state_of(view.get()) for view in self._views]
+        for view, state in zip(self._views, states, strict=True):
             if view.index == seen.optimizer and view.get() is not None:
-                moved = view.look(seen.lr, track.skipped)
+                moved = view.look(state, seen.lr, track.skipped)
                 if view.fast == _FAST_IN_A_ROW:
                     yield lr_findings.too_fast(seen, view, moved)
                 if view.overran():

@@ -150,6 +150,10 @@ class History:
         """Frozen names that moved in two steps in a row."""
         return [name for name, count in self.thawing.items() if count >= _THAWED]
 
+    def soon(self, steps: int) -> list[str]:
+        """Names that may be stuck, or have moved although frozen, within so many steps."""
+        return [*self.thawing, *(name for name, count in self.still.items() if count >= self.patience - steps)]
+
     def stuck(self) -> list[str]:
         """Names that have stood still for `patience` steps."""
         return [name for name, count in self.still.items() if count >= self.patience]

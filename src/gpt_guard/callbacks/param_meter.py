@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gpt_guard.callbacks.param_columns import Columns, join, unpack
 from gpt_guard.callbacks.param_confirm import Confirmation, Verdict
-from gpt_guard.callbacks.param_plan import Columns, Plan
+from gpt_guard.callbacks.param_plan import Plan
+from gpt_guard.callbacks.param_rows import MOST_WAITING
 from gpt_guard.callbacks.param_sample import Change, overall
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Observation
+
+# The reading that is a function, and gives further readings when it is called.
+LATER = "later"
+# Steps with the same values before them, and one more, that make `Undone` suspicious.
+_WRITTEN = 4
 
 
 @dataclass(slots=True)
@@ -19,12 +27,20 @@ class Measured:
     """One measured step: `columns` once the host has the figures, `verdicts` where suspects were compared exactly."""
 
     plan: Plan
-    changes: list[Change]
     closure: bool
     scaling: bool
     confirmation: Confirmation | None
+    settle: Callable[[], None]
+    changes: Sequence[Change] = ()
     columns: Columns | None = None
     verdicts: dict[str, Verdict] | None = None
+
+    def figures(self) -> dict[str, float]:
+        """The overall update-to-weight ratio and the largest change; nothing if nothing could be compared after all."""
+        if self.columns is None:
+            self.settle()
+        columns = self.columns
+        return {} if columns is None else {"update_ratio": columns.ratio, "max_update": columns.largest}
 
 
 class Meter:
@@ -39,9 +55,11 @@ class Meter:
         self._size = size
         self._every = every
         self._wanted: dict[int, list[str]] = {}
+        self._plan: Plan | None = None
         self._measuring: Plan | None = None
         self._confirming: Confirmation | None = None
         self._waiting: dict[tuple[int, int], Measured] = {}
+        self._unsettled: list[Measured] = []
 
     def confirm(self, index: int, suspects: list[str]) -> None:
         """Have these parameters compared element by element in the next measured step of optimizer `index`."""
@@ -52,22 +70,40 @@ class Meter:
         """Remember the values before a step."""
         watch = self._watch
         self._measuring = self._confirming = None
-        if watch.step % self._every:
+        if self._every > 1 and watch.step % self._every:
             return
-        index = watch.index_of(optimizer)
-        plan = self.plans.get(index)
-        if plan is None:
-            plan = self.plans[index] = Plan(watch, index, self._size)
-        elif plan.outdated(optimizer):
-            plan = self.plans[index] = Plan(watch, index, self._size)
-            # Another set of parameters: what was right in the first steps may be wrong now.
-            watch.inspection.restart(within_step=True)
+        plan = self._plan
+        # Asked for by name: all tensors are looked at again before that.
+        full = watch.pace.full or bool(self._wanted)
+        if full or plan is None or plan.optimizer is not optimizer or not plan.alike(optimizer):
+            plan = self._plan = self._current(optimizer)
         if not plan.names:
             return
-        plan.take()
+        was, known = plan.known, plan.unwritten()
+        if full or not known:
+            self.settle()
+            if was and not known:
+                # Something has begun to write to them: what puts them back does so step after step.
+                watch.pace.doubt(_WRITTEN)
+            if not plan.take(known=known, full=full):
+                plan.keeps = False
+                watch.pace.never_light()
         self._measuring = plan
-        if index in self._wanted:
-            self._begin_confirmation(plan, set(self._wanted.pop(index)))
+        if self._wanted and plan.index in self._wanted:
+            self._begin_confirmation(plan, set(self._wanted.pop(plan.index)))
+
+    def _current(self, optimizer: Optimizer) -> Plan:
+        """What this optimizer holds now."""
+        watch = self._watch
+        index = watch.index_of(optimizer)
+        plan = self.plans.get(index)
+        if plan is None or plan.outdated(optimizer):
+            if plan is not None:
+                self.settle()
+                # Another set of parameters: what was right in the first steps may be wrong now.
+                watch.inspection.restart(within_step=True)
+            plan = self.plans[index] = Plan(watch, index, self._size)
+        return plan
 
     def _begin_confirmation(self, plan: Plan, suspects: set[str]) -> None:
         known = {name: tensor for name, tensor in zip(plan.names, plan.tensors, strict=True) if name in suspects}
@@ -76,16 +112,23 @@ class Meter:
             if not self._watch.closure:
                 self._confirming.take_grads()
 
-    def after(self, optimizer: Optimizer) -> None:
-        """Compare with the values after the step, and put the figures into the ledger."""
+    def after(self, optimizer: Optimizer, *, later: bool = False) -> None:
+        """Compare with the values after the step, and put the figures into the ledger.
+
+        `later` puts a function there that gives them, so that those of several steps are worked out at once.
+        """
         plan, confirmation = self._measuring, self._confirming
         self._measuring = self._confirming = None
-        changes = plan.change() if plan is not None else []
-        if plan is None or not changes:
+        if plan is None:
             return
         watch = self._watch
-        measured = Measured(plan, changes, watch.closure, watch.scaling, confirmation)
-        self._put(measured)
+        measured = Measured(plan, watch.closure, watch.scaling, confirmation, self.settle)
+        if plan.host:
+            put = self._put_later(measured) if later and plan.kept else self._put_floats(measured)
+        else:
+            put = self._put_tensors(measured)
+        if not put:
+            return
         # A fused optimizer takes the scaler's verdict along and skips by itself.
         if isinstance(overflow := getattr(optimizer, "found_inf", None), Tensor):
             watch.ledger.put("param_delta.found_inf", overflow)
@@ -94,23 +137,61 @@ class Meter:
                 confirmation.take_grads()
             watch.ledger.put("param_delta.confirmed", confirmation.result())
             confirmation.release()
-        self._waiting[(watch.step, watch.index_of(optimizer))] = measured
+        self._waiting[(watch.step, plan.index)] = measured
 
-    def _put(self, measured: Measured) -> None:
-        ledger, changes = self._watch.ledger, measured.changes
+    def _put_later(self, measured: Measured) -> bool:
+        """Remember the values, and work out the figures when somebody asks."""
+        waiting = self._unsettled
+        if waiting and (waiting[0].plan is not measured.plan or len(waiting) >= MOST_WAITING):
+            self.settle()
+        if not measured.plan.note(later=True):
+            return False
+        waiting.append(measured)
+        self._watch.ledger.put(LATER, measured.figures)
+        return True
+
+    def _put_floats(self, measured: Measured) -> bool:
+        """Reading is free, and a few floats are cheaper than tensors. False if there is nothing to compare."""
+        self.settle()
+        if not measured.plan.note(later=False):
+            return False
+        self._unsettled.append(measured)
+        self.settle()
+        columns = measured.columns
+        if columns is not None:
+            self._watch.ledger.put("update_ratio", columns.ratio)
+            self._watch.ledger.put("max_update", columns.largest)
+        return columns is not None
+
+    def settle(self) -> None:
+        """Work out the figures of all steps that wait for them."""
+        waiting = self._unsettled
+        if not waiting:
+            return
+        found = waiting[0].plan.figures(len(waiting))
+        for measured, columns in zip(waiting, found, strict=True):
+            measured.columns = columns
+        waiting.clear()
+        if None in found:
+            self._watch.pace.never_light()
+
+    def _put_tensors(self, measured: Measured) -> bool:
+        """Have the figures read by the host, with the next step or at once. False if there is nothing to compare."""
+        ledger = self._watch.ledger
+        changes = measured.changes = measured.plan.change()
+        if not changes:
+            return False
         if self._watch.immediate:
-            # Reading is free here, and a few floats are cheaper on the host than as tensors.
-            vectors = [_on_host(change.vector) for change in changes]
-            columns = measured.columns = Columns(changes, vectors, len(measured.plan.names))
+            columns = measured.columns = _unpacked(changes, [change.vector.tolist() for change in changes])
             ledger.put("update_ratio", columns.ratio)
             ledger.put("max_update", columns.largest)
-            return
+            return True
         ratio, largest = overall(changes)
         ledger.put("update_ratio", ratio)
         ledger.put("max_update", largest.clone())
         for place, change in enumerate(changes):
-            vector = change.vector
-            ledger.put(f"param_delta.{place}", vector.clone() if isinstance(vector, Tensor) else vector)
+            ledger.put(f"param_delta.{place}", change.vector.clone())
+        return True
 
     def read(self, seen: Observation) -> Measured | None:
         """What was measured in this step, with its figures; None if nothing was, or the optimizer skipped the step."""
@@ -118,13 +199,16 @@ class Meter:
         if measured is None or seen.readings.get("param_delta.found_inf"):
             return None
         if measured.columns is None:
-            vectors = [seen.readings[f"param_delta.{place}"] for place in range(len(measured.changes))]
-            measured.columns = Columns(measured.changes, vectors, len(measured.plan.names))
+            if measured.plan.host:
+                self.settle()
+            else:
+                vectors = [seen.readings[f"param_delta.{place}"] for place in range(len(measured.changes))]
+                measured.columns = _unpacked(measured.changes, vectors)
         if measured.confirmation is not None:
             measured.verdicts = measured.confirmation.verdicts(seen.readings["param_delta.confirmed"])
         return measured
 
 
-def _on_host(vector: Tensor | list[float]) -> list[float]:
-    values: list[float] = vector if isinstance(vector, list) else vector.tolist()
-    return values
+def _unpacked(changes: Sequence[Change], vectors: Sequence[list[float]]) -> Columns:
+    pairs = zip(changes, vectors, strict=True)
+    return join([(change.places, unpack(vector, len(change.places))) for change, vector in pairs])

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import mul
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-_NARROW = 4
+NARROW = 4
 
 
 class Change(NamedTuple):
-    """What one group of tensors did in a step: still on the device, or a list where reading is free.
+    """What one group of tensors did in a step, still on the device.
 
     `vector` is 1-D and holds for each of the n tensors at `places` the norm of its change, then the norms of the values
     before; for half types the shares of measured elements that changed follow. Its last three entries are the norms of
@@ -28,28 +27,25 @@ class Change(NamedTuple):
     """
 
     places: list[int]
-    vector: Tensor | list[float]
+    vector: Tensor
 
 
 class Rows:
-    """Tensors of one device and dtype, each seen through a view of at most `size` elements.
+    """Tensors of one device and dtype, each seen through a view of at most `size` elements; no reading of the device.
 
     A view shares its storage with the tensor, so taking the sample is one fused copy. Rows of short tensors end in
     zeros that never change: equally long rows let one reduction serve all of them.
     """
 
-    def __init__(
-        self, places: list[int], tensors: Sequence[Tensor], counts: Sequence[bool], size: int, *, immediate: bool
-    ) -> None:
+    def __init__(self, places: list[int], tensors: Sequence[Tensor], counts: Sequence[bool], size: int) -> None:
         first = tensors[0]
         self.places = places
         self._size = size
-        self._immediate = immediate
-        self._narrow = first.dtype.itemsize < _NARROW
-        self._like = [_layout(tensor) for tensor in tensors]
+        self._narrow = first.dtype.itemsize < NARROW
+        self._like = [layout(tensor) for tensor in tensors]
         self._views = [sample_view(tensor, size) for tensor in tensors]
         # Change and values in one buffer, so that one reduction gives the norms of both. All results have their place
-        # in one vector from the start: on the CPU each allocation or join costs as much as the arithmetic.
+        # in one vector from the start: each allocation or join costs as much as the arithmetic.
         self._both = first.new_zeros((2, len(tensors), size))
         self._after, self._before = self._both.unbind(0)
         self._after_rows, self._before_rows = self._rows(self._after), self._rows(self._before)
@@ -67,7 +63,6 @@ class Rows:
         self._shares = self._vector[2 * len(tensors) : -3]
         self._scaled = torch.zeros_like(self._norms)
         self._ends, self._largest = self._vector[-3:-1], self._vector[-1]
-        self._counted: list[float] = []
         self._fresh = True
 
     def _rows(self, buffer: Tensor) -> list[Tensor]:
@@ -75,14 +70,15 @@ class Rows:
 
     def rebind(self, tensors: Sequence[Tensor | None]) -> bool:
         """Look at the same tensors in new storage; False if they are not laid out as before."""
-        mine = _alike(self._like, [tensors[place] for place in self.places])
+        mine = alike(self._like, [tensors[place] for place in self.places])
         if mine is not None:
             self._views = [sample_view(tensor, self._size) for tensor in mine]
         return mine is not None
 
-    def take(self) -> None:
-        """Remember the values before a step."""
+    def take(self, *, known: bool) -> bool:
+        """Remember the values before a step; they are taken anew in each, and never `known`."""
         torch._foreach_copy_(self._before_rows, self._views)
+        return not known
 
     def change(self) -> Change:
         """Compare with the values now."""
@@ -101,20 +97,9 @@ class Rows:
             self._fresh = False
             self._scale *= self._norms[1] > 0
         torch.linalg.vector_norm(delta, math.inf, out=self._largest)
-        if self._immediate:
-            return Change(self.places, self._finished_on_host())
         torch.mul(self._norms, self._scale, out=self._scaled)
         torch.linalg.vector_norm(self._scaled, 2, 1, out=self._ends)
         return Change(self.places, self._vector)
-
-    def _finished_on_host(self) -> list[float]:
-        """The vector, its end worked out in Python: a few products cost less there than two more calls of torch."""
-        self._counted = self._counted or self._scale.tolist()
-        vector: list[float] = self._vector.tolist()
-        count = len(self._counted)
-        vector[-3] = math.hypot(*map(mul, vector[:count], self._counted))
-        vector[-2] = math.hypot(*map(mul, vector[count : 2 * count], self._counted))
-        return vector
 
 
 class Full:
@@ -123,8 +108,8 @@ class Full:
     def __init__(self, places: list[int], tensors: Sequence[Tensor], counts: Sequence[bool]) -> None:
         first = tensors[0]
         self.places = places
-        self._narrow = first.dtype.itemsize < _NARROW
-        self._like = [_layout(tensor) for tensor in tensors]
+        self._narrow = first.dtype.itemsize < NARROW
+        self._like = [layout(tensor) for tensor in tensors]
         self._tensors = [tensor.detach() for tensor in tensors]
         self._copies = [torch.empty_like(tensor) for tensor in self._tensors]
         wide = torch.float32 if self._narrow else first.dtype
@@ -134,14 +119,15 @@ class Full:
 
     def rebind(self, tensors: Sequence[Tensor | None]) -> bool:
         """Look at the same tensors in new storage; False if they are not laid out as before."""
-        mine = _alike(self._like, [tensors[place] for place in self.places])
+        mine = alike(self._like, [tensors[place] for place in self.places])
         if mine is not None:
             self._tensors = mine
         return mine is not None
 
-    def take(self) -> None:
-        """Remember the values before a step."""
+    def take(self, *, known: bool) -> bool:
+        """Remember the values before a step; they are taken anew in each, and never `known`."""
         torch._foreach_copy_(self._copies, self._tensors)
+        return not known
 
     def change(self) -> Change:
         """Compare with the values now."""
@@ -161,43 +147,26 @@ class Full:
         return Change(self.places, torch.cat(parts))
 
 
-Sampler = Rows | Full
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
 
-def _layout(tensor: Tensor) -> Layout:
+def layout(tensor: Tensor) -> Layout:
+    """How a tensor lies in its storage."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def _alike(like: Sequence[Layout], tensors: Sequence[Tensor | None]) -> list[Tensor] | None:
+def alike(like: Sequence[Layout], tensors: Sequence[Tensor | None]) -> list[Tensor] | None:
     """The tensors, if each is laid out as it was before; None otherwise."""
     found = [tensor for tensor in tensors if tensor is not None]
-    return found if [_layout(tensor) for tensor in found] == list(like) else None
-
-
-def samplers(tensors: Sequence[Tensor], size: int | None, *, immediate: bool) -> list[Sampler]:
-    """One sampler for each device and dtype; `size` None measures all elements, `immediate` may read the figures."""
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        groups.setdefault((tensor.device, tensor.dtype), []).append(place)
-    matrices = any(tensor.dim() >= 2 for tensor in tensors)
-    found: list[Sampler] = []
-    for places in groups.values():
-        members = [tensors[place] for place in places]
-        counts = [bool(tensor.dim() >= 2 or not matrices) for tensor in members]
-        if size is None:
-            found.append(Full(places, members, counts))
-        else:
-            found.append(Rows(places, members, counts, size, immediate=immediate))
-    return found
+    return found if [layout(tensor) for tensor in found] == list(like) else None
 
 
 def overall(changes: Sequence[Change]) -> tuple[Tensor, Tensor]:
     """Update-to-weight ratio over all that counts (NaN without any) and the largest change, as device scalars."""
     if len(changes) == 1:
-        moved, held, largest = torch.as_tensor(changes[0].vector[-3:]).unbind()
+        moved, held, largest = changes[0].vector[-3:].unbind()
         return moved / held, largest
-    vectors = [torch.as_tensor(change.vector[-3:]) for change in changes]
+    vectors = [change.vector[-3:] for change in changes]
     ends = torch.stack([vector.to(vectors[0].device, torch.float32) for vector in vectors])
     moved, held = torch.linalg.vector_norm(ends[:, :2], 2, 0)
     return moved / held, ends[:, 2].amax()

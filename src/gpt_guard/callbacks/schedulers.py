@@ -5,12 +5,19 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
+
+
+class SchedulerState(NamedTuple):
+    """Where a scheduler stands: its position, and the learning rates it computed last; None where it keeps none."""
+
+    position: int | None
+    last_lr: tuple[float, ...] | None
 
 
 class SchedulerView:
@@ -39,14 +46,16 @@ class SchedulerView:
         self.length = length(inner)
         self._overran = False
 
-    def look(self, lr: tuple[float, ...], skipped: int) -> int:
-        """Look before an optimizer step; returns by how much it moved since the last one, skipped steps taken off."""
-        scheduler = self.get()
-        now = position(scheduler)
+    def look(self, state: SchedulerState, lr: tuple[float, ...], skipped: int) -> int:
+        """Take in how it stood before an optimizer step; returns by how much it moved since the last one.
+
+        Skipped steps are taken off.
+        """
+        now, own = state
         moved = 0 if now is None or self.last is None or not self.judged else now - self.last
         self.last = now
         self.judged += 1
-        if now != self.start and (own := last_lr(scheduler)) is not None and len(own) == len(lr):
+        if now != self.start and own is not None and len(own) == len(lr):
             if _close(own, lr):
                 self.agrees += 1
             else:
@@ -153,6 +162,11 @@ def position(scheduler: Any) -> int | None:
     if own is None and (parts := getattr(scheduler, "_schedulers", None)):
         return position(parts[0])
     return int(own) if isinstance(own, (int, float)) else None
+
+
+def state_of(scheduler: Any) -> SchedulerState:
+    """Where a scheduler stands now; of one that is gone, nowhere."""
+    return SchedulerState(position(scheduler), last_lr(scheduler))
 
 
 def length(scheduler: Any) -> int | None:

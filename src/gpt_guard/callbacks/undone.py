@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gpt_guard.callbacks.param_columns import Columns
 from gpt_guard.callbacks.param_meter import Meter
-from gpt_guard.callbacks.param_plan import Columns
 from gpt_guard.callbacks.param_still import Still
 from gpt_guard.catalogue import finding
 from gpt_guard.hooks.watch import Watch
@@ -81,21 +81,23 @@ class Undone:
 
 
 class Returns:
-    """One `Undone` for each optimizer; `said` holds what was reported already, and is added to."""
+    """One `Undone` for each optimizer; `said` holds what was reported already, and is added to.
+
+    `suspected` tells whether any of them is: then `before` and `after` have something to do.
+    """
 
     def __init__(self, said: set[str]) -> None:
         self._said = said
         self._each: dict[int, Undone] = {}
-        self._suspected = False
+        self.suspected = False
         self._same: Tensor | None = None
 
     def before(self, watch: Watch, optimizer: Optimizer, meter: Meter) -> None:
-        """Look at the values, if they are suspected; runs once the meter knows this optimizer's tensors."""
+        """Look at the values, where they are `suspected`; runs once the meter knows this optimizer's tensors."""
         self._same = None
-        if self._suspected:
-            index = watch.index_of(optimizer)
-            if index in self._each and index in meter.plans and self._each[index].suspected:
-                self._same = self._each[index].look(meter.plans[index].tensors, watch.step)
+        index = watch.index_of(optimizer)
+        if index in self._each and index in meter.plans and self._each[index].suspected:
+            self._same = self._each[index].look(meter.plans[index].tensors, watch.step)
 
     def after(self, watch: Watch) -> None:
         """Have the host read what was seen before the step, together with the figures of the step."""
@@ -103,19 +105,24 @@ class Returns:
             watch.ledger.put(_READING, self._same)
             self._same = None
 
-    def judge(self, watch: Watch, seen: Observation, names: Sequence[str], columns: Columns) -> Iterator[Finding]:
-        """Take in the figures of one step, and say what is proved."""
+    def count(self, seen: Observation, columns: Columns) -> bool:
+        """Take in the figures of one step; True if there is something to `judge`."""
         undone = self._each.get(seen.optimizer)
         if undone is None:
             undone = self._each[seen.optimizer] = Undone()
         if _READING in seen.readings:
             undone.answer(same=bool(seen.readings[_READING]))
         undone.count(columns)
-        if undone.suspected or self._suspected:
-            for found in undone.judge(watch, seen, names):
-                self._said.add("GG311")
-                yield found
-            self._suspected = any(each.suspected for each in self._each.values())
+        return self.suspected or undone.suspected
+
+    def judge(self, watch: Watch, seen: Observation, names: Sequence[str]) -> Iterator[Finding]:
+        """Say what is proved, and have each step measured in full for as long as something is suspected."""
+        for found in self._each[seen.optimizer].judge(watch, seen, names):
+            self._said.add("GG311")
+            yield found
+        self.suspected = any(each.suspected for each in self._each.values())
+        if self.suspected:
+            watch.pace.doubt(_STEPS)
 
     def close(self) -> None:
         """Drop every reference to tensors."""

@@ -40,10 +40,17 @@ class Wiring:
         self._fewer: dict[int, int] = {}
         self._looks_again = 0
         self._again = False
+        # The count of steps at which there is something to look at; in between a call costs next to nothing.
+        self._next = 0
         self._unheld: dict[str, tuple[Tensor, Still]] = {}
         self._got_grad: set[str] = set()
 
     # Tensors that the loss depends on and torch does not know as parameters.
+
+    @property
+    def settled(self) -> bool:
+        """Whether no later loss that has a graph needs a look."""
+        return self._leaves.settled
 
     def before_backward(self, loss: Tensor) -> Iterator[Finding]:
         """Look at the first few losses that reach the model; tell what was suspected some steps ago."""
@@ -55,18 +62,24 @@ class Wiring:
 
     # Parameters and optimizers.
 
-    def after_step(self, optimizer: Optimizer) -> Iterator[Finding]:
+    def after_step(self, optimizer: Optimizer) -> Iterable[Finding]:
         """Compare what the model has with what the optimizers hold, in the first steps and now and then."""
-        watch = self._watch
         self._steps += 1
+        return [*self._look(optimizer)] if self._steps >= self._next else ()
+
+    def _look(self, optimizer: Optimizer) -> Iterator[Finding]:
+        watch = self._watch
+        many = len(watch.optimizers)
         if id(optimizer) not in self._looked_at:
             self._looked_at.add(id(optimizer))
             yield from self._fresh(aliases(watch, optimizer))
         if self._unheld:
             yield from self._tell_unheld(watch.step)
-        if self._steps <= self._inspect * len(watch.optimizers) or self._steps % _LOOK_AGAIN == 0 or self._again:
+        if self._steps <= self._inspect * many or self._steps % _LOOK_AGAIN == 0 or self._again:
             self._again = False
             yield from self._compare()
+        if self._steps >= self._inspect * many and len(self._looked_at) == many and not self._unheld:
+            self._next = self._steps - self._steps % _LOOK_AGAIN + _LOOK_AGAIN
 
     def _fresh(self, findings: Iterable[Finding]) -> Iterator[Finding]:
         for found in findings:
@@ -82,7 +95,7 @@ class Wiring:
         self._fewer[index] += 1
         if self._fewer[index] == _GONE_STEPS and self._looks_again < _MOST_LOOKS_AGAIN:
             self._looks_again += 1
-            self._again = True
+            self._again, self._next = True, 0
 
     def _compare(self) -> Iterator[Finding]:
         watch = self._watch

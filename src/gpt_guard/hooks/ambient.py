@@ -10,7 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gpt_guard.hooks.modes import ModeLog
+from gpt_guard.hooks.pace import Pace
 from gpt_guard.hooks.saved import Pair, newest_pair
+
+# One question for all types of device. A torch that does not know it is asked for each type every time.
+_ANY_AUTOCAST: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+_GRAD, _INFERENCE = torch.is_grad_enabled, torch.is_inference_mode_enabled
+_NEW = tuple.__new__
 
 
 class Ambient(NamedTuple):
@@ -30,35 +37,74 @@ class Ambient(NamedTuple):
 
 
 class Surroundings:
-    """Takes the surroundings of a forward of one model: about 4 µs, no device is read.
+    """Takes the surroundings of a forward of one model; no device is read.
 
-    The modules are those that the model had when this was made.
+    The modules are those that the model had when this was made. With a `log` of mode changes and a `pace`, a light
+    step takes over the modes unless `.train()` or `.eval()` was called since they were read, and autocast's types while
+    none is on. A full step reads both; once modes have been found changed without a call, every step does.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    __slots__ = ("_assumed", "_changes", "_log", "_modules", "_off", "_pace", "_random", "_training", "_types")
+
+    def __init__(self, model: nn.Module, log: ModeLog | None = None, pace: Pace | None = None) -> None:
         self._modules = list(model.modules())
+        self._log = log
+        self._pace = pace
+        self._changes = -1
+        self._assumed = False
+        self._training: tuple[bool, ...] = ()
+        self._off: dict[str, tuple[bool, torch.dtype]] = {}
         tensors = (*model.parameters(), *model.buffers())
         devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
         self._random = [("cpu", torch.default_generator.get_state), *_generators(devices)]
         self._types = ("cpu", *sorted({device.type for device in devices}))
 
-    def take(self) -> Ambient:
-        """The surroundings as they are now."""
-        return Ambient(
-            self._random_state(),
-            tuple([module.training for module in self._modules]),
-            {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._types},
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            newest_pair(),
-        )
-
-    def _random_state(self) -> dict[str, Tensor]:
+    def take(self, *, fresh: bool = False) -> Ambient:
+        """The surroundings as they are now; with `fresh`, as in an evaluation, nothing is taken over, nor next time."""
+        random: dict[str, Tensor] = {}
         try:
-            return {name: state() for name, state in self._random}
+            for name, state in self._random:
+                random[name] = state()
         except RuntimeError:
             # A CUDA graph is being recorded: its generator cannot be read.
-            return {}
+            random = {}
+        log, pace = self._log, self._pace
+        if fresh or log is None or pace is None or pace.full or log.changes != self._changes:
+            self._read(fresh=fresh)
+        else:
+            self._assumed = True
+        if _ANY_AUTOCAST():
+            autocast = self._autocast()
+        else:
+            autocast = self._off = self._off or self._autocast()
+        # A named tuple's own constructor is a function in Python, which calls this.
+        return _NEW(Ambient, (random, self._training, autocast, _GRAD(), _INFERENCE(), newest_pair()))
+
+    def _read(self, *, fresh: bool) -> None:
+        training, log = _modes(self._modules), self._log
+        if training != self._training:
+            if log is not None and log.changes == self._changes:
+                # Somebody sets `training` itself: from now on it is read every time.
+                log = self._log = None
+            self._training = training
+        self._changes = -1 if fresh or log is None else log.changes
+        self._assumed = False
+        self._off = {}
+
+    def _autocast(self) -> dict[str, tuple[bool, torch.dtype]]:
+        return {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._types}
+
+    def revised(self, ambient: Ambient) -> Ambient:
+        """With the modes of now, if those that the newest forward took over were changed without a call."""
+        if self._assumed and ambient.training is self._training and self._log is not None:
+            training = _modes(self._modules)
+            if training != self._training and self._log.changes == self._changes:
+                return ambient._replace(training=training)
+        return ambient
+
+
+def _modes(modules: list[nn.Module]) -> tuple[bool, ...]:
+    return tuple([module.training for module in modules])
 
 
 def _generators(devices: Iterable[torch.device]) -> Iterator[tuple[str, Callable[[], Tensor]]]:

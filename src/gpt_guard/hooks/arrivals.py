@@ -1,7 +1,8 @@
 """The gradients that reach the outputs of a model: what the loop does to its loss, whatever it is, in a few tensors.
 
 A hook that waits for one costs about 15 µs in a backward of a small model, so the first backward calls are used to
-learn for which outputs it is needed. For a loss that the model itself returns and backward is called on, none is.
+learn for which outputs it is needed. For a loss that the model itself returns and backward is called on, none is: then
+only the numbers of what was returned are kept.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ from gpt_guard.hooks.tensors import walk
 
 # GAN loops and schedules of losses alternate: as many backward calls are looked at before a pattern is trusted.
 _LEARN = 4
+# What most models return is one of these, or a tuple of them.
+_USUAL = frozenset((Tensor, type(None)))
+_PLACES = [f"[{place}]" for place in range(16)]
+# The sequence number of a tensor's node, or of each in a tuple of tensors and None.
+Numbers = int | list[int | None]
 
 
 class Arrival:
@@ -41,7 +47,7 @@ class Arrival:
 def await_gradients(output: Any, positions: Collection[str] | None = None) -> list[Arrival]:
     """List the tensors of an output that a backward can reach, and wait at those positions, or at all for None."""
     found: list[Arrival] = []
-    for position, tensor in (("", output),) if type(output) is Tensor else walk(output):
+    for position, tensor in _tensors(output):
         node: Any = tensor.grad_fn
         if node is not None:
             arrival = Arrival(position, node._sequence_nr(), tensor.output_nr)
@@ -51,8 +57,44 @@ def await_gradients(output: Any, positions: Collection[str] | None = None) -> li
     return found
 
 
+def _tensors(output: Any) -> Iterable[tuple[str, Tensor]]:
+    kind = type(output)
+    if kind is Tensor:
+        return (("", output),)
+    if kind is tuple and len(output) <= len(_PLACES) and _USUAL.issuperset(map(type, output)):
+        # As `walk` goes through it, without a generator and names to be made for it.
+        return [each for each in zip(_PLACES, output, strict=False) if each[1] is not None]
+    return walk(output)
+
+
+def numbers_of(output: Any) -> Numbers | None:
+    """What is kept of an output where nothing waits; None for one that has to be walked through."""
+    kind = type(output)
+    if kind is Tensor:
+        node = output.grad_fn
+        return [] if node is None else node._sequence_nr()
+    if kind is not tuple:
+        return None
+    found: list[int | None] = []
+    for each in output:
+        if each is not None and type(each) is not Tensor:
+            return None
+        node = None if each is None else each.grad_fn
+        found.append(None if node is None else node._sequence_nr())
+    return found
+
+
+def listed(numbers: Numbers) -> list[Arrival]:
+    """The arrivals that `await_gradients` would have listed, waiting nowhere."""
+    if isinstance(numbers, int):
+        return [Arrival("", numbers, 0)]
+    return [Arrival(f"[{place}]", number, 0) for place, number in enumerate(numbers) if number is not None]
+
+
 class Pattern:
     """Which outputs a loop computes its loss from: learnt anew when a loss comes from elsewhere than ever before."""
+
+    __slots__ = ("_left", "_used", "positions")
 
     def __init__(self) -> None:
         self._left = _LEARN
@@ -73,6 +115,14 @@ class Pattern:
         self._left -= 1
         if self._left == 0:
             self.positions = frozenset(self._used)
+
+
+def returned(losses: Sequence[Tensor], numbers: Numbers) -> bool:
+    """Whether backward is called on one of these outputs itself, as `direct` finds it."""
+    if len(losses) != 1 or (node := losses[0].grad_fn) is None or losses[0].dim():
+        return False
+    number = node._sequence_nr()
+    return number == numbers if isinstance(numbers, int) else number in numbers
 
 
 def direct(losses: Sequence[Tensor], arrivals: Iterable[Arrival]) -> Arrival | None:

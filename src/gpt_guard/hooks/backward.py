@@ -72,10 +72,13 @@ def _around(original: Any, listeners: tuple[BackwardListener, ...], tensors: Any
 
 
 def _tell(original: Any, listeners: tuple[BackwardListener, ...], tensors: Any, *args: Any, **kwargs: Any) -> Any:
-    if not isinstance(tensors, (Tensor, Sequence)):
-        tensors = tuple(tensors)
-    single = isinstance(tensors, (Tensor, GradientEdge))
-    losses = tuple(each for each in ((tensors,) if single else tensors) if isinstance(each, Tensor))
+    if type(tensors) is Tensor:
+        losses: tuple[Tensor, ...] = (tensors,)
+    else:
+        if not isinstance(tensors, (Tensor, Sequence)):
+            tensors = tuple(tensors)
+        single = isinstance(tensors, (Tensor, GradientEdge))
+        losses = tuple(each for each in ((tensors,) if single else tensors) if isinstance(each, Tensor))
     told: list[BackwardListener] = []
     try:
         for listener in listeners:

@@ -7,80 +7,29 @@ that reach the model's outputs until they have been judged.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
 
 from gpt_guard.hooks.ambient import Ambient, Surroundings
-from gpt_guard.hooks.arrivals import Arrival, Pattern, await_gradients
-from gpt_guard.hooks.tensors import version_of, walk
+from gpt_guard.hooks.arrivals import Pattern, await_gradients, numbers_of, returned
+from gpt_guard.hooks.captured import SMALL, ForwardCall, LossCall, plain_versions, versions_of
+from gpt_guard.hooks.modes import ModeLog
+from gpt_guard.hooks.pace import Pace
+from gpt_guard.hooks.tensors import version_of
 
 # Calls of one step that are kept where it is judged as a whole; an older one only if it is small.
 _MOST_CALLS = 32
-_SMALL = 4 * 2**20
 _CONTAINERS = (dict, list)
 _VERSION = attrgetter("_version")
 
 
-@dataclass(slots=True)
-class LossCall:
-    """One call of a loss function that Guardian was told of; `versions` are those of the tensors it was given.
-
-    `forwards` counts the calls of the model before it; `calls_model` tells that it made one itself.
-    """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    ambient: Ambient
-    versions: list[int]
-    forwards: int
-    calls_model: bool = False
-    arrivals: list[Arrival] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
-class ForwardCall:
-    """One call of the model. `micro_batch` counts the backward calls that came before it in the step.
-
-    `alone` tells that it stands for a loss function which calls parts or methods of the model: with that, nothing else
-    is known of the forward.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    ambient: Ambient
-    versions: list[int]
-    parameters: list[int]
-    step: int
-    micro_batch: int
-    evaluation: bool
-    arrivals: list[Arrival] = field(default_factory=list)
-    loss_calls: list[LossCall] = field(default_factory=list)
-    losses: tuple[Tensor, ...] = ()
-    running: bool = True
-    alone: bool = False
-
-    def settle(self) -> None:
-        """Let go of what the replay of a backward needs."""
-        self.losses = ()
-        self.loss_calls.clear()
-        for arrival in self.arrivals:
-            arrival.gradient = None
-
-    def lighten(self) -> None:
-        """Let go of what is large: of several calls the newest is the one most likely asked for."""
-        self.loss_calls.clear()
-        for arrival in self.arrivals:
-            if arrival.gradient is not None and arrival.gradient.nbytes > _SMALL:
-                arrival.gradient = None
-
-
 class NoCapture:
     """Stands where nothing is captured: a call of it costs less than asking whether there is one."""
+
+    __slots__ = ()
 
     def backward_begins(self, losses: tuple[Tensor, ...]) -> None:
         """Nothing is kept."""
@@ -99,15 +48,23 @@ class Capture(NoCapture):
     """The calls of the model in the step being prepared, oldest first, and the newest evaluation.
 
     Where each backward is judged as it ends (`immediate`), calls before it are dropped with the next forward. An
-    evaluation's batch is let go with its end there, and with the next forward where it is judged later.
+    evaluation's batch is let go with its end there, and with the next forward where it is judged later. With a `log` of
+    mode changes and a `pace`, light steps take over what the log shows to be as it was.
     """
 
-    def __init__(self, model: nn.Module, *, immediate: bool) -> None:
+    __slots__ = (
+        "_immediate", "_judged", "_micro_batch", "_open", "_parameters", "_pattern", "_surroundings", "calls", "count",
+        "evaluation", "now",
+    )  # fmt: skip
+
+    def __init__(
+        self, model: nn.Module, *, immediate: bool, log: ModeLog | None = None, pace: Pace | None = None
+    ) -> None:
         self._parameters = list(model.parameters())
-        self._surroundings = Surroundings(model)
+        self._surroundings = Surroundings(model, log, pace)
         self._immediate = immediate
         self._micro_batch = 0
-        self._judged = False
+        self._judged = self._open = False
         self.count = 0
         self._pattern = Pattern()
         self.calls: deque[ForwardCall] = deque(maxlen=_MOST_CALLS)
@@ -117,28 +74,27 @@ class Capture(NoCapture):
     def forward_begins(self, inputs: tuple[tuple[Any, ...], dict[str, Any]], step: int, *, evaluation: bool) -> None:
         """Keep what the model was called with."""
         args, kwargs = inputs
-        # A forward may take labels out of the dict that it is given: what it held is known from here.
-        args = tuple([each.copy() if type(each) in _CONTAINERS else each for each in args])
-        ambient = self._surroundings.take()
+        versions = plain_versions(args, kwargs)
+        if versions is None:
+            versions = versions_of(inputs)
+            # A forward may take labels out of the dict that it is given: what it held is known from here.
+            args = tuple([each.copy() if type(each) in _CONTAINERS else each for each in args])
+        ambient = self._surroundings.take(fresh=evaluation)
         self.count += 1
         if self.now is not None and self.now.alone:
             self._drop(self.now)
-        call = ForwardCall(
-            args, kwargs, ambient, versions_of(inputs), self.parameter_versions(), step, self._micro_batch, evaluation
-        )
-        self.now = call
-        self.evaluation = None
-        if evaluation:
-            self.evaluation = call
-            return
-        if self.calls:
-            self._make_room()
-        self.calls.append(call)
+        parameters = self.parameter_versions()
+        self.now = call = ForwardCall(args, kwargs, ambient, versions, parameters, step, self._micro_batch, evaluation)
+        self.evaluation = call if evaluation else None
+        if not evaluation:
+            if self.calls:
+                self._make_room()
+            self.calls.append(call)
 
     def _make_room(self) -> None:
         if self._immediate and self._judged:
             self.calls.clear()
-        elif _size(self.calls[-1]) > _SMALL:
+        elif self.calls[-1].nbytes > SMALL:
             self.calls.pop()
         self._judged = False
 
@@ -148,7 +104,12 @@ class Capture(NoCapture):
         if call is not None:
             call.running = False
             if not call.evaluation:
-                call.arrivals = await_gradients(output, self._pattern.positions)
+                positions = self._pattern.positions
+                # None is for a pattern that is not known yet.
+                if positions is None or positions or (numbers := numbers_of(output)) is None:
+                    call.arrivals = await_gradients(output, positions)
+                else:
+                    call.numbers = numbers
             elif self._immediate:
                 self.evaluation = None
                 self.now = self.calls[-1] if self.calls else None
@@ -162,12 +123,12 @@ class Capture(NoCapture):
             # No forward has been seen so far: this may be all that there is.
             if self.calls:
                 self._make_room()
-            self.now = ForwardCall(
-                (), {}, call.ambient, [], self.parameter_versions(), step, self._micro_batch, False, alone=True
-            )
-            self.now.loss_calls.append(call)
+            self.now = ForwardCall((), {}, call.ambient, [], self.parameter_versions(), step, self._micro_batch, False)
+            self.now.alone = True
+            self.now.loss_calls = [*self.now.loss_calls, call]
             call.calls_model = True
             self.calls.append(self.now)
+            self._open = True
         return call
 
     def loss_failed(self) -> None:
@@ -188,7 +149,8 @@ class Capture(NoCapture):
         elif self.now is not None and not self.now.evaluation:
             call.calls_model = self.count > call.forwards
             call.arrivals = await_gradients(result)
-            self.now.loss_calls.append(call)
+            self.now.loss_calls = [*self.now.loss_calls, call]
+            self._open = True
 
     def newest(self) -> list[ForwardCall]:
         """The calls since the last backward; if there was none since, those that it has gone through."""
@@ -196,11 +158,19 @@ class Capture(NoCapture):
 
     def backward_begins(self, losses: tuple[Tensor, ...]) -> None:
         """Note which losses the gradients will come from."""
-        calls = self.newest()
+        calls = self.newest() if len(self.calls) > 1 else self.calls
+        if not calls:
+            return
+        self._open = True
         for call in calls:
             call.losses = losses
-        if calls and losses:
-            self._pattern.backward_begins(losses, [call.arrivals for call in calls])
+        if not losses or self._pattern.positions:
+            return
+        for call in calls:
+            if call.numbers is not None and returned(losses, call.numbers):
+                # Nothing waits, and nothing has to.
+                return
+        self._pattern.backward_begins(losses, [call.arrivals for call in calls])
 
     def backward_ended(self, micro_batch: int) -> None:
         """Gradients of ours are in place, and have been judged where that is free."""
@@ -215,15 +185,23 @@ class Capture(NoCapture):
 
     def judged(self) -> None:
         """The backward has been judged: what only its replay needs is let go."""
-        for call in self.calls:
-            call.settle()
+        if self._open:
+            self._open = False
+            for call in self.calls:
+                call.losses = ()
+                if call.waiting or call.loss_calls:
+                    call.settle()
 
     def step_ended(self) -> None:
         """The parameters have changed: nothing of this step can be run again."""
         self.calls.clear()
         self.now = None
         self._micro_batch = 0
-        self._judged = False
+        self._judged = self._open = False
+
+    def revised(self, ambient: Ambient) -> Ambient:
+        """The surroundings of a call, with other modes where those that it took over have changed unnoticed."""
+        return self._surroundings.revised(ambient)
 
     def close(self) -> None:
         """Let everything go; may run twice."""
@@ -238,20 +216,3 @@ class Capture(NoCapture):
         except RuntimeError:
             # Inference tensors do not count.
             return [version_of(parameter) for parameter in self._parameters]
-
-
-def versions_of(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> list[int]:
-    """How often each tensor in what a function was called with has been written to."""
-    args, kwargs = inputs
-    if not kwargs and all(type(each) is Tensor for each in args):
-        return [version_of(tensor) for tensor in args]
-    return [version_of(tensor) for tensor in _tensors(inputs)]
-
-
-def _tensors(inputs: Any) -> Iterator[Tensor]:
-    for _, tensor in walk(inputs):
-        yield tensor
-
-
-def _size(call: ForwardCall) -> int:
-    return sum(tensor.nbytes for tensor in _tensors((call.args, call.kwargs)))

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.compiled import eager_modules
 from gpt_guard.hooks.copies import Uncopiable
-from gpt_guard.hooks.outputs import EntryNote, Hook, InPlaceInput, OutputTest, ReturnNote
+from gpt_guard.hooks.module_calls import Told
+from gpt_guard.hooks.outputs import EntryHook, EntryNote, InPlaceInput, OutputTest, ReturnHook, ReturnNote
 from gpt_guard.hooks.weigh import Scales, WeighInputs, WeighOutputs
 
 # A model whose modules are called one by one is never called itself, and nothing would end the list.
@@ -40,7 +41,7 @@ Suspect = Callable[[int, str, Tensor, bool], None]
 
 
 class ForwardTap:
-    """Hooks on one model: its own calls always, the outputs of its modules once a guard asks for them.
+    """Listens to one model: its own calls always, the outputs of its modules once a guard asks for them.
 
     `order` lists the indices of the modules that returned since the model was called. On the CPU, where a reading is
     free, each output is tested where it is made, so that the traceback of a halt points into the user's own forward;
@@ -77,7 +78,7 @@ class ForwardTap:
         """Notice calls of the model; before any guard adds hooks, so that a forward has begun when they run."""
         self._listener = listener
         if self.modules:
-            self._pre(self.model, _RootBegins(self, 0, self.model), kwargs=True)
+            self._pre(self.model, _RootBegins(self, 0, self.model))
 
     @property
     def watching(self) -> bool:
@@ -125,14 +126,20 @@ class ForwardTap:
                 self._pre(module, InPlaceInput(self, index, module))
             self._post(module, OutputTest(self, index, module))
         else:
-            self._pre(module, WeighInputs(self, index, module), kwargs=True)
+            self._pre(module, WeighInputs(self, index, module))
             self._post(module, WeighOutputs(self, index, module), always=True)
 
-    def _pre(self, module: nn.Module, hook: Callable[..., None], *, kwargs: bool = False) -> None:
-        self._handles.append(Uncopiable(module.register_forward_pre_hook(hook, with_kwargs=kwargs)))
+    def _pre(self, module: nn.Module, hook: EntryHook) -> None:
+        if self.immediate:
+            self._handles.append(Told(module, hook))
+        else:
+            self._handles.append(Uncopiable(module.register_forward_pre_hook(hook, with_kwargs=True)))
 
-    def _post(self, module: nn.Module, hook: Callable[..., None], *, always: bool = False) -> None:
-        self._handles.append(Uncopiable(module.register_forward_hook(hook, always_call=always)))
+    def _post(self, module: nn.Module, hook: ReturnHook, *, always: bool = False) -> None:
+        if self.immediate:
+            self._handles.append(Told(module, hook))
+        else:
+            self._handles.append(Uncopiable(module.register_forward_hook(hook, always_call=always)))
 
     def finish_setup(self) -> None:
         """Add the hook that sees the model return; last, so that its output is tested before it counts as returned."""
@@ -189,19 +196,19 @@ class ForwardTap:
         return None
 
 
-class _RootBegins(Hook):
+class _RootBegins(EntryHook):
     tap: ForwardTap
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.active(module):
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.listens():
             self.tap.begin(args, kwargs)
 
 
-class _RootEnded(Hook):
+class _RootEnded(ReturnHook):
     tap: ForwardTap
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self.active(module):
+    def leave(self, output: Any) -> None:
+        if self.listens():
             self.tap.end(output)
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gpt_guard.hooks.module_calls import watched_call
 from gpt_guard.hooks.tensors import walk
 from gpt_guard.records import SourceLine
 
@@ -27,6 +28,8 @@ _PACKAGES = ("site-packages", "dist-packages")
 # Code without a file that is nobody's line: the import system, and forwards written by torch.fx.
 _NO_FILE = ("<frozen ", "<eval_with_key>")
 _CALL = nn.Module._call_impl.__code__
+# Stands around the call, and is there alone once the module has returned.
+_AROUND = watched_call.__code__
 
 
 def user_line() -> SourceLine | None:
@@ -72,8 +75,9 @@ def running_calls() -> list[Call]:
     """The modules whose code is running in this thread, innermost first. Walks all frames: only after a failure."""
     found: list[Call] = []
     frame = sys._getframe(1)
+    before = frame.f_code
     while frame is not None:
-        if frame.f_code is _CALL:
+        if frame.f_code is _CALL or (frame.f_code is _AROUND and before is not _CALL):
             inside = frame.f_locals
             module = inside["self"]
             # The frames of its forward came before: they stand for the same call.
@@ -84,7 +88,7 @@ def running_calls() -> list[Call]:
             found.append(Call(module, None))
         if frame.f_back is None:
             break
-        frame = frame.f_back
+        before, frame = frame.f_code, frame.f_back
     return found
 
 

@@ -36,7 +36,7 @@ class Gradients:
         self.parameters = list(parameters.values())
         self._mark: list[tuple[int, int]] = []
         self._nothing = [_NONE] * len(self.parameters)
-        self._ordinary = ordinary(self.parameters)
+        self.ordinary = ordinary(self.parameters)
 
     def current(self) -> list[Tensor | None]:
         """The gradients now, None where there is none."""
@@ -62,6 +62,10 @@ class Gradients:
     def remember(self) -> None:
         """Remember the state of all gradients as it is now."""
         self._mark = self.now()
+
+    def forget(self) -> None:
+        """Remember that no parameter has a gradient: somebody has looked."""
+        self._mark = self._nothing
 
     def now(self) -> list[tuple[int, int]]:
         """Identity and version of each gradient now; remembers nothing."""
@@ -129,13 +133,13 @@ class Gradients:
 
     def _ordinary_norms(self, grads: list[Tensor]) -> tuple[Tensor, ...] | None:
         """The norms of ordinary gradients, without a look at each; None where there may be others."""
-        if not self._ordinary:
+        if not self.ordinary:
             return None
         try:
             return norms_of(grads)
         except NotImplementedError:
             # A sparse gradient of an ordinary parameter: an embedding's. It will stay so.
-            self._ordinary = False
+            self.ordinary = False
             return None
 
     def _held(self) -> list[str]:

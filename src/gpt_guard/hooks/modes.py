@@ -16,12 +16,14 @@ from gpt_guard.records import SourceLine
 class ModeLog:
     """The outermost `.train(mode)` calls on one model's modules; `.eval()` is `.train(False)`.
 
-    `last` keeps the newest call on each module, by mode, the newest of all at the end.
+    `last` keeps the newest call on each module, by mode, the newest of all at the end. `changes` grows with every call,
+    those on inner modules and gpt_guard's own included: while it stays, no call has set a mode.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._nested = False
+        self.changes = 0
         self.last: dict[bool, dict[str, SourceLine | None]] = {True: {}, False: {}}
 
     def open(self) -> None:
@@ -53,7 +55,10 @@ class ModeLog:
 
     def mode_begins(self, module: nn.Module, training: bool) -> bool:
         """Note an outermost call on a module of ours; True if it is one. `.train()` calls itself on each child."""
-        if self._nested or id(module) not in self._paths:
+        if id(module) not in self._paths:
+            return False
+        self.changes += 1
+        if self._nested:
             return False
         self._nested = True
         path, calls = self._paths[id(module)], self.last[bool(training)]

@@ -35,11 +35,34 @@ class StepListener(Protocol):
 class _StepHook(Uncopied):
     """A hook that a copied or pickled optimizer does not take along."""
 
-    def __init__(self, act: Callable[[Any, Any], Any]) -> None:
-        self._act = act
+    __slots__ = ("_index", "_listener")
+
+    def __init__(self, listener: StepListener, index: int) -> None:
+        self._listener = listener
+        self._index = index
+
+
+class _Begins(_StepHook):
+    __slots__ = ()
 
     def __call__(self, _optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._act(args, kwargs)
+        # args[0] is the optimizer itself.
+        closure = kwargs.get("closure") if "closure" in kwargs else args[1] if len(args) > 1 else None
+        if not callable(closure):
+            self._listener.step_begins(self._index, closure=False)
+            return None
+        self._listener.step_begins(self._index, closure=True)
+        noticed = _noticed(closure, self._listener, self._index)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": noticed}
+        return (args[0], noticed, *args[2:]), kwargs
+
+
+class _Ended(_StepHook):
+    __slots__ = ()
+
+    def __call__(self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        self._listener.step_ended(self._index)
 
 
 def unwrap(optimizers: Optimizer | Iterable[Optimizer] | None) -> tuple[Optimizer, ...]:
@@ -97,9 +120,8 @@ class StepHooks:
         self._handles: list[Any] = []
         try:
             for index, optimizer in enumerate(optimizers):
-                begins, ended = _begins(listener, index), _ended(listener, index)
-                self._handles.append(Uncopiable(optimizer.register_step_pre_hook(_StepHook(begins))))
-                self._handles.append(Uncopiable(optimizer.register_step_post_hook(_StepHook(ended))))
+                self._handles.append(Uncopiable(optimizer.register_step_pre_hook(_Begins(listener, index))))
+                self._handles.append(Uncopiable(optimizer.register_step_post_hook(_Ended(listener, index))))
         except BaseException:
             self.close()
             raise
@@ -108,22 +130,6 @@ class StepHooks:
         """Take the hooks away; may run twice."""
         while self._handles:
             self._handles.pop().remove()
-
-
-def _begins(listener: StepListener, index: int) -> Callable[[Any, Any], Any]:
-    def begins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # args[0] is the optimizer itself.
-        closure = kwargs.get("closure") if "closure" in kwargs else args[1] if len(args) > 1 else None
-        if not callable(closure):
-            listener.step_begins(index, closure=False)
-            return None
-        listener.step_begins(index, closure=True)
-        noticed = _noticed(closure, listener, index)
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": noticed}
-        return (args[0], noticed, *args[2:]), kwargs
-
-    return begins
 
 
 def _noticed(closure: Callable[[], Any], listener: StepListener, index: int) -> Callable[[], Any]:
@@ -137,10 +143,3 @@ def _noticed(closure: Callable[[], Any], listener: StepListener, index: int) -> 
         return result
 
     return noticed
-
-
-def _ended(listener: StepListener, index: int) -> Callable[[Any, Any], None]:
-    def ended(_args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-        listener.step_ended(index)
-
-    return ended

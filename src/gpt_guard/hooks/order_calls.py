@@ -91,13 +91,22 @@ def _begins(scheduler: Any) -> bool:
     return bool(getattr(scheduler, "_is_initial", False)) or getattr(scheduler, "_step_count", 1) == 0
 
 
-def _around_norm(original: Any, listeners: tuple[CallTap, ...], parameters: Any, max_norm: Any, *args: Any) -> Any:
-    result = original(parameters, max_norm, *args)
+class NormClipListener(Protocol):
+    """Who is told that `clip_grad_norm_` has clipped."""
+
+    def norm_clipped(self, parameters: list[Tensor], max_norm: Any, total_norm: Any) -> None:
+        """Gradients of these were scaled to a total norm of at most `max_norm`; `total_norm` was theirs before."""
+
+
+def _around_norm(
+    original: Any, listeners: tuple[NormClipListener, ...], parameters: Any, max_norm: Any, *args: Any, **kwargs: Any
+) -> Any:
+    result = original(parameters, max_norm, *args, **kwargs)
     if not torch.compiler.is_compiling():
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        gradients = [each.grad for each in given if each.grad is not None]
-        for tap in listeners:
-            tap.tell("clipped", ClipCall("norm", given, len(given), gradients, _number(max_norm)))
+        total_norm = args[0] if args else kwargs.get("total_norm")
+        for listener in listeners:
+            listener.norm_clipped(given, max_norm, total_norm)
     return result
 
 
@@ -133,6 +142,8 @@ _PARTS: dict[str, Callable[..., Any]] = {
     "_group_tensors_by_device_and_dtype": _around_grouping,
 }
 _CLIPS = tuple(Patch(clip_grad, name, around) for name, around in _PARTS.items() if hasattr(clip_grad, name))
+NORM_CLIPS = _CLIPS[:1] if hasattr(clip_grad, "_clip_grads_with_norm_") else ()
+"""The patch that tells of `clip_grad_norm_`, if this torch has a place for it."""
 _OWN: dict[tuple[type, str], Patch] = {}
 
 
@@ -187,6 +198,11 @@ class CallTap:
     def tell(self, what: str, subject: Any) -> None:
         """One call."""
         self._run(getattr(self._listener, what), subject)
+
+    def norm_clipped(self, parameters: list[Tensor], max_norm: Any, _total_norm: Any) -> None:
+        """`clip_grad_norm_` tells it so."""
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        self.tell("clipped", ClipCall("norm", parameters, len(parameters), gradients, _number(max_norm)))
 
     def scaler_unscales(self, optimizer: Any) -> None:
         """`scaler.unscale_()` tells it so."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from gpt_guard.hooks.copies import Uncopied
 from gpt_guard.hooks.tensors import kind_of, readable, total, version_of, walk, watchable
 
 _FAST_KINDS = (torch.float32, torch.float64)
+_STRIDED = torch.strided
 _is_grad_enabled = torch.is_grad_enabled
 
 
@@ -25,7 +26,7 @@ class Tap(Protocol):
     paused: bool
     order: deque[int]
     entered: dict[int, tuple[int | None, int]]
-    untested: dict[int, list[weakref.ref[Tensor]]]
+    untested: dict[int, list[ref[Tensor]]]
     last: Callable[[], Any]
     last_version: int
 
@@ -56,10 +57,40 @@ class Hook(Uncopied):
 
     def active(self, module: nn.Module) -> bool:
         """Whether to act: for its own module, not during a backward, not while a compiler or torch.jit.trace traces."""
-        return not self.tap.paused and module is self._module and not is_compiling() and not _is_tracing()
+        return module is self._module and self.listens()
+
+    def listens(self) -> bool:
+        """The same for what is told of its own module only."""
+        return not (is_compiling() or self.tap.paused or _is_tracing())
 
 
-class EntryNote(Hook):
+class EntryHook(Hook):
+    """Told before its module runs: through `module_calls`, or as a pre-hook of torch's with keyword arguments."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module is self._module:
+            self.enter(args, kwargs)
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The module is called."""
+
+
+class ReturnHook(Hook):
+    """Told of what its module returns: through `module_calls`, or as a hook of torch's."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if module is self._module:
+            self.leave(output)
+
+    def leave(self, output: Any) -> None:
+        """The module has returned."""
+
+
+class EntryNote(EntryHook):
     """Note the version of a module's first input, to know later whether the module's own code has written to it.
 
     Beside it, how many modules had returned: those after it were called from inside.
@@ -67,46 +98,62 @@ class EntryNote(Hook):
 
     __slots__ = ()
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        # `active` written out here too: a call less.
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note it."""
+        # `listens` written out here too: a call less.
         tap = self.tap
-        if tap.paused or module is not self._module or is_compiling() or _is_tracing():
+        if is_compiling() or tap.paused or _is_tracing():
             return
         first = args[0] if args else None
         version = version_of(first) if type(first) is Tensor else None
         tap.entered[self.index] = (version, len(tap.order))
 
 
-class InPlaceInput(Hook):
+class InPlaceInput(EntryHook):
     """Test what an in-place layer is given: afterwards its input is its output, and tells nothing."""
 
     __slots__ = ()
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Test the first argument."""
         tap = self.tap
         tensor = args[0] if args else None
-        if not self.active(module) or not isinstance(tensor, Tensor) or tested(tap, tensor):
+        if not self.listens() or not isinstance(tensor, Tensor) or tested(tap, tensor):
             return
         number = measure(tap, self.index, tensor)
         if number - number != 0.0:
             tap.suspect(self.index, "[0]", tensor, entering=True)
 
 
-class OutputTest(Hook):
+class OutputTest(ReturnHook):
     """Test an output with one sum; what a child has just returned was tested already."""
 
     __slots__ = ()
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        # `active` written out: a call less on every module.
+    def leave(self, output: Any) -> None:
+        """Test each tensor of it."""
+        # `listens` written out: a call less on every module.
         tap = self.tap
-        if tap.paused or module is not self._module or is_compiling() or _is_tracing():
+        if is_compiling() or tap.paused or _is_tracing():
             return
         self._returned(self.index)
         if type(output) is Tensor:
             if output is tap.last() and version_of(output) == tap.last_version:
                 return
-            number = quick_sum(tap, self.index, output)
+            # `quick_sum` written out: a call less on nearly every module.
+            if output.dtype in _FAST_KINDS and output.layout is _STRIDED:
+                graph = _is_grad_enabled()
+                _set_grad_enabled(False)
+                try:
+                    number = output.sum().item()
+                    tap.last_version = output._version
+                    tap.last = ref(output)
+                except RuntimeError:
+                    number = measure(tap, self.index, output)
+                finally:
+                    _set_grad_enabled(graph)
+            else:
+                number = measure(tap, self.index, output)
             # x - x is 0 for a finite number and NaN otherwise: cheaper than a call of math.isfinite.
             if number - number != 0.0:
                 tap.suspect(self.index, "", output)
@@ -126,15 +173,16 @@ class OutputTest(Hook):
                     tap.suspect(self.index, at, tensor)
 
 
-class ReturnNote(Hook):
+class ReturnNote(ReturnHook):
     """Remember that an ignored module returned, and what: whoever receives it must not be blamed on its caller."""
 
     __slots__ = ()
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self.active(module):
+    def leave(self, output: Any) -> None:
+        """Remember it."""
+        if self.listens():
             self._returned(self.index)
-            self.tap.untested[self.index] = [weakref.ref(tensor) for _, tensor in walk(output)]
+            self.tap.untested[self.index] = [ref(tensor) for _, tensor in walk(output)]
 
 
 def tested(tap: Tap, tensor: Tensor) -> bool:
@@ -144,7 +192,7 @@ def tested(tap: Tap, tensor: Tensor) -> bool:
 
 def quick_sum(tap: Tap, index: int, tensor: Tensor) -> float:
     """What `measure` gives, by the shortest way for an ordinary tensor."""
-    if type(tensor) is not Tensor or tensor.dtype not in _FAST_KINDS or tensor.layout is not torch.strided:
+    if type(tensor) is not Tensor or tensor.dtype not in _FAST_KINDS or tensor.layout is not _STRIDED:
         return measure(tap, index, tensor)
     # What torch.no_grad() does: making a context, or a detached tensor, takes as long as the sum.
     graph = _is_grad_enabled()
@@ -156,7 +204,7 @@ def quick_sum(tap: Tap, index: int, tensor: Tensor) -> float:
         return measure(tap, index, tensor)
     finally:
         _set_grad_enabled(graph)
-    tap.last = weakref.ref(tensor)
+    tap.last = ref(tensor)
     return number
 
 
@@ -172,7 +220,7 @@ def measure(tap: Tap, index: int, tensor: Tensor) -> float:
         tap.cannot_test(index, f"{type(error).__name__} for a {type(tensor).__name__}")
         return 0.0
     tap.last_version = version_of(tensor)
-    tap.last = weakref.ref(tensor)
+    tap.last = ref(tensor)
     return number
 
 

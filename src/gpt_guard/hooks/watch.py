@@ -15,6 +15,7 @@ from gpt_guard.hooks.forward import ForwardTap
 from gpt_guard.hooks.gradients import GradNorms
 from gpt_guard.hooks.inspection import Inspection
 from gpt_guard.hooks.modes import ModeLog
+from gpt_guard.hooks.pace import Pace
 from gpt_guard.ledger import Ledger
 from gpt_guard.records import Finding
 
@@ -23,12 +24,14 @@ class Watch:
     """The model, the optimizers, the names of their parameters, and where the loop is now.
 
     `step` counts optimizer steps from 0 and names the one being prepared; `micro_batch` counts the backward calls for
-    it. `immediate` tells whether reading a value is free here (CPU); otherwise values go through `ledger`. `grad_norms`
-    are those of the last backward that reached the model. `evaluating` is True inside of `guardian.evaluating()`,
-    `evaluation` in every forward without gradients. `scaling` is True while a GradScaler's scale is on the
-    gradients, `closure` while a step evaluates a closure. `inspection` tells whether this step is inspected, and of the
-    calls in it. `logged` holds the newest numbers that the loop gave to `guardian.log()`. A shared parameter appears
-    once, under its first name.
+    it. `immediate` tells whether reading a value is free here (CPU); otherwise values go through `ledger`. `loss` is
+    what a backward was called on, in `after_backward` only; `grad_norms` are those of the last that reached the model.
+    `evaluating` is True inside of `guardian.evaluating()`, `evaluation` in every forward without gradients.
+    `scaling` is True while a GradScaler's scale is on the gradients, `closure` while a step evaluates a closure. `lr`
+    are the learning rates of a light step that begins; `settle()` has all steps judged that were made so far.
+    `inspection` tells whether this step is inspected, and of the calls in it, `pace` whether it is measured in full.
+    `logged` holds the newest numbers that the loop gave to `guardian.log()`. A shared parameter appears once, under its
+    first name.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Watch:
         self.inspection = Inspection(tap, steps=0) if inspection is None else inspection
         self.capture = NoCapture()
         self.modes = ModeLog(model)
+        self.pace = Pace(light=immediate)
         self.ledger = Ledger()
         self.submit = submit
         self.step = 0
@@ -60,6 +64,10 @@ class Watch:
         self.evaluating = False
         self.scaling = False
         self.closure = False
+        self.lr: tuple[Any, ...] = ()
+        # Replaced by whoever keeps steps that are not judged yet.
+        self.settle: Callable[[], None] = _nothing
+        self.loss: Tensor | None = None
         self.grad_norms: GradNorms | None = None
         self.logged: dict[str, float] = {}
         self.times_logged: dict[str, int] = {}
@@ -120,3 +128,7 @@ class Watch:
     def ran(self) -> set[str] | None:
         """Paths of the modules that returned since the model was last called; None if nobody watches outputs."""
         return {self.tap.names[index] for index in self.tap.order} if self.tap.watching else None
+
+
+def _nothing() -> None:
+    return None

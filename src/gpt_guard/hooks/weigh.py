@@ -10,9 +10,9 @@ import weakref
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gpt_guard.hooks.outputs import Hook, Tap, tested, values_of
+from gpt_guard.hooks.outputs import EntryHook, ReturnHook, Tap, tested, values_of
 from gpt_guard.hooks.tensors import version_of, walk
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -127,13 +127,14 @@ class ScaleTap(Tap, Protocol):
     scales: Scales
 
 
-class WeighInputs(Hook):
+class WeighInputs(EntryHook):
     """Weigh what a module is called with."""
 
     tap: ScaleTap
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.active(module):
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Weigh all of it."""
+        if self.listens():
             scales = self.tap.scales
             scales.enter(self.index, len(self.tap.order))
             scales.weigh(self.tap, self.index, args, entering=True)
@@ -141,13 +142,14 @@ class WeighInputs(Hook):
                 scales.weigh(self.tap, self.index, kwargs, entering=True)
 
 
-class WeighOutputs(Hook):
+class WeighOutputs(ReturnHook):
     """Weigh what a module returns; to be called also when it is left by an exception, with None for an output."""
 
     tap: ScaleTap
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self.active(module):
+    def leave(self, output: Any) -> None:
+        """Weigh all of it."""
+        if self.listens():
             if output is not None:
                 self.tap.order.append(self.index)
                 self.tap.scales.weigh(self.tap, self.index, output, entering=False)

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gpt_guard.hooks.arrivals import gradients_of
-from gpt_guard.hooks.capture import Capture, ForwardCall, LossCall, versions_of
+from gpt_guard.hooks.capture import Capture
+from gpt_guard.hooks.captured import ForwardCall, LossCall, versions_of
 from gpt_guard.hooks.frontier import bypassed, frontier
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment
@@ -55,20 +56,21 @@ def _calls(watch: Watch, capture: Capture, finding: Finding | None) -> Sequence[
 def _live(watch: Watch, capture: Capture, call: ForwardCall, loss: LossCall | None, finding: Finding | None) -> Live:
     versions = zip(watch.model.named_parameters(), call.parameters, capture.parameter_versions(), strict=False)
     changed = {name: parameter for (name, parameter), before, now in versions if before != now}
+    ambient = capture.revised(call.ambient)
     first, again = frontier(call.losses, {arrival.number for arrival in call.arrivals})
     reached = [arrival for arrival in call.arrivals if arrival.number in first]
     also = [arrival for arrival in call.arrivals if arrival.number in again]
     recipe = Recipe(
         args=lend(call.args, "args"),
         kwargs=lend(call.kwargs, "kwargs"),
-        ambient=call.ambient,
+        ambient=ambient,
         reached=tuple(arrival.position for arrival in reached),
         gradients=gradients_of(reached, call.losses),
         also=gradients_of(also, ()),
         finding=finding,
-        loss=None if loss is None else _loss(loss, call.losses),
+        loss=None if loss is None else _loss(capture, loss, call.losses),
         notes=(
-            *_notes(call, loss, list(changed)),
+            *_notes(call, loss, list(changed), modes_set=ambient is not call.ambient),
             *(() if call.running or call.alone else _other_ways(watch, capture, call, finding)),
         ),
         step=call.step,
@@ -80,10 +82,10 @@ def _live(watch: Watch, capture: Capture, call: ForwardCall, loss: LossCall | No
     return Live(recipe, list(changed.values()))
 
 
-def _loss(call: LossCall, losses: Sequence[Tensor]) -> LossRecipe:
+def _loss(capture: Capture, call: LossCall, losses: Sequence[Tensor]) -> LossRecipe:
     gradients = gradients_of(call.arrivals, losses)
     args, kwargs = lend(call.args, "args"), lend(call.kwargs, "kwargs")
-    return LossRecipe(call.function, args, kwargs, call.ambient, gradients, call.calls_model)
+    return LossRecipe(call.function, args, kwargs, capture.revised(call.ambient), gradients, call.calls_model)
 
 
 def _other_ways(watch: Watch, capture: Capture, call: ForwardCall, finding: Finding | None) -> Iterator[str]:
@@ -98,7 +100,7 @@ def _other_ways(watch: Watch, capture: Capture, call: ForwardCall, finding: Find
         )
 
 
-def _notes(call: ForwardCall, loss: LossCall | None, changed: Sequence[str]) -> Iterator[str]:
+def _notes(call: ForwardCall, loss: LossCall | None, changed: Sequence[str], *, modes_set: bool) -> Iterator[str]:
     if versions_of((call.args, call.kwargs)) != call.versions:
         yield "The batch has been written to in place since the forward began: the replay used what it holds now."
     if loss is not None and versions_of((loss.args, loss.kwargs)) != loss.versions:
@@ -107,5 +109,10 @@ def _notes(call: ForwardCall, loss: LossCall | None, changed: Sequence[str]) -> 
         more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
         listed = ", ".join(f"`{name}`" for name in changed[:_NAMED]) + more
         yield f"Parameters have been written to since the forward began ({listed}): they were used as they are now."
+    if modes_set:
+        yield (
+            "Modules were put into another mode without a call of `.train()` or `.eval()`: the replay used the modes "
+            "that they have now."
+        )
     if not call.ambient.random:
         yield "The state of the random generators could not be read while a CUDA graph was being recorded."

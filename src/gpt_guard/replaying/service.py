@@ -54,7 +54,9 @@ class Replayer:
         """Begin to capture, unless nothing is to be replayed."""
         if self._limit is not False:
             self._watch, self._progress = watch, progress
-            watch.capture = self.capture = Capture(watch.model, immediate=watch.immediate)
+            watch.capture = self.capture = Capture(
+                watch.model, immediate=watch.immediate, log=watch.modes, pace=watch.pace
+            )
             # First of all listeners: one of the guards may halt.
             watch.forward_begins.insert(0, self._forward_begins)
             watch.forward_ended.insert(0, self._forward_ended)

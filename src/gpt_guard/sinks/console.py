@@ -20,6 +20,8 @@ class ConsoleSink(Sink):
     logged only where handlers of the user's own would miss it.
     """
 
+    late = True
+
     def __init__(self, *, summary: bool = True) -> None:
         self.summary = summary
         self._handler_lent = False

@@ -1,0 +1,441 @@
+"""Light steps: seen, judged and told as full ones are, only later where nobody is waiting."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gpt_guard import Action, Finding, FiniteGuard, Guardian, LRTracker, NonFiniteError, ParamDeltaProbe
+from gpt_guard.callbacks.base import Guard
+from gpt_guard.hooks.pace import Pace
+from gpt_guard.records import Moment, Observation, Severity
+from gpt_guard.sinks.base import Sink
+
+STEPS = 60
+Act = Callable[[int, nn.Module, torch.optim.Optimizer], None]
+
+
+class Kept(Sink):
+    """Keeps every observation; may say that it takes them late."""
+
+    def observe(self, observation: Observation) -> None:
+        self.seen.append(observation)
+
+    def find(self, finding: Finding, action: Action) -> None:
+        self.found.append((len(self.seen), finding))
+
+    def __init__(self) -> None:
+        self.seen: list[Observation] = []
+        self.found: list[tuple[int, Finding]] = []
+
+
+class KeptLate(Kept):
+    late = True
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 4))
+
+
+def nothing(_step: int, _model: nn.Module, _optimizer: torch.optim.Optimizer) -> None:
+    return None
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int], act: Act = nothing, clip: float = 0.1
+) -> Iterator[int]:
+    """A plain loop; `act` runs between backward and step, and the caller after each step."""
+    for step in steps:
+        torch.manual_seed(step)
+        x, y = torch.randn(16, 8), torch.randint(4, (16,))
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        act(step, model, optimizer)
+        optimizer.step()
+        yield step
+
+
+def watched(model: nn.Module, *, sink: Sink | None = None, **options: Any) -> tuple[Guardian, torch.optim.Optimizer]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return Guardian(model, optimizer, sinks=[] if sink is None else [sink], **options), optimizer
+
+
+def told(sink: Kept) -> list[tuple[str, int | None]]:
+    return [(found.code, found.step) for _, found in sink.found]
+
+
+def pace(guardian: Guardian) -> Pace:
+    assert guardian._session is not None
+    return guardian._session.watch.pace
+
+
+def light_steps(guardian: Guardian, loop: Iterator[int]) -> set[int]:
+    """The steps after which the next one was light."""
+    return {step + 1 for step in loop if not pace(guardian).full}
+
+
+def test_seven_of_eight_steps_of_a_plain_loop_are_light_and_tell_the_same() -> None:
+    late, full = KeptLate(), KeptLate()
+    model = net()
+    guardian, optimizer = watched(model, sink=late)
+    with guardian:
+        light = light_steps(guardian, train(model, optimizer, range(STEPS)))
+    # A policy of one's own may halt on anything, before the step: so nothing is judged late.
+    model = net()
+    guardian, optimizer = watched(model, sink=full, policy={"GG906": "record"})
+    with guardian:
+        for _ in train(model, optimizer, range(STEPS)):
+            pass
+    assert {23, 24, 28} <= light
+    assert not light & {*range(20), 29, 37}
+    assert len(light) >= 25
+    assert [seen.step for seen in late.seen] == [seen.step for seen in full.seen] == list(range(STEPS))
+    assert told(late) == told(full)
+    for one, other in zip(late.seen, full.seen, strict=True):
+        assert (one.loss, one.lr, one.micro_batches, one.samples) == (
+            other.loss,
+            other.lr,
+            other.micro_batches,
+            other.samples,
+        )
+        assert one.moment is other.moment is Moment.AFTER_STEP
+        assert one.clipped is other.clipped is True
+        assert one.grad_norms == other.grad_norms
+        assert one.grad_norm == other.grad_norm
+        assert one.grad_norm_clipped == pytest.approx(other.grad_norm_clipped, rel=1e-5)
+        assert one.update_ratio == pytest.approx(other.update_ratio, rel=1e-5)
+        assert one.max_update == pytest.approx(other.max_update, rel=1e-5)
+        assert one.step_time is not None
+        assert one.step_time > 0.0
+
+
+def test_what_is_asked_for_is_there_at_once() -> None:
+    model = net()
+    guardian, optimizer = watched(model, summary=False)
+    with guardian:
+        for step in train(model, optimizer, range(STEPS)):
+            if step >= 40:
+                assert guardian.latest is not None
+                assert guardian.latest.step == step
+                assert guardian.latest.update_ratio is not None
+            if step == 30:
+                assert guardian.report().last_loss is not None
+        assert guardian.step == STEPS
+    report = guardian.report()
+    assert report.steps == STEPS
+    assert report.clipped_share == 1.0
+
+
+def test_an_output_that_waits_for_each_step_gets_it() -> None:
+    sink, model = Kept(), net()
+    guardian, optimizer = watched(model, sink=sink)
+    with guardian:
+        for step in train(model, optimizer, range(STEPS)):
+            assert sink.seen[-1].step == step
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), RuntimeError("mine")], ids=repr)
+def test_a_run_that_ends_in_between_has_all_its_steps(stop: BaseException) -> None:
+    def stops(step: int, _model: nn.Module, _optimizer: torch.optim.Optimizer) -> None:
+        if step == 33:
+            raise stop
+
+    sink, model = KeptLate(), net()
+    guardian, optimizer = watched(model, sink=sink)
+    with pytest.raises(type(stop)), guardian:
+        list(train(model, optimizer, range(STEPS), stops))
+    assert [seen.step for seen in sink.seen] == list(range(33))
+
+
+class Spikes(Guard):
+    """Speaks of one step; may be told of it late."""
+
+    late = True
+    light = frozenset()
+
+    def judge(self, seen: Observation) -> Iterable[Finding]:
+        if seen.step == 30:
+            yield Finding(code="MY101", title="thirty", severity=Severity.WARNING, seen="this", step=seen.step)
+
+
+class Prompt(Spikes):
+    """The same, and wants to be asked at its step."""
+
+    late = False
+
+
+def test_a_finding_of_a_light_step_is_told_within_eight_and_under_its_own_step() -> None:
+    for guard, most in ((Spikes(), 8), (Prompt(), 1)):
+        sink, model = KeptLate(), net()
+        guardian, optimizer = watched(model, sink=sink, guards=[guard])
+        with guardian:
+            told = next(step for step in train(model, optimizer, range(STEPS)) if sink.found)
+            assert 30 <= told < 30 + most
+            assert pace(guardian).full
+        ((_, found), *_) = sink.found
+        assert (found.code, found.step) == ("MY101", 30)
+        assert found.history[-1].step == 29
+
+
+def test_who_looks_at_the_findings_hears_of_it_at_once() -> None:
+    model = net()
+    guardian, optimizer = watched(model, guards=[Spikes()])
+    with guardian:
+        told = next(step for step in train(model, optimizer, range(STEPS)) if guardian.findings)
+    assert told == 30
+
+
+def test_strict_and_policies_halt_before_the_step() -> None:
+    model = net()
+    before: list[Tensor] = []
+
+    def remember(step: int, model: nn.Module, _optimizer: torch.optim.Optimizer) -> None:
+        before[:] = [parameter.detach().clone() for parameter in model.parameters()]
+
+    guardian, optimizer = watched(model, guards=[Spikes()], policy={"MY101": "halt"})
+    with pytest.raises(Exception, match="MY101"), guardian:
+        list(train(model, optimizer, range(STEPS), remember))
+    assert guardian.step == 30
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def poison_gradient(step: int, model: nn.Module, _optimizer: torch.optim.Optimizer) -> None:
+    if step == 30:
+        weight = next(model.parameters())
+        assert weight.grad is not None
+        weight.grad[0, 0] = math.nan
+
+
+def poison_weight(step: int, model: nn.Module, _optimizer: torch.optim.Optimizer) -> None:
+    if step == 29:
+        with torch.no_grad():
+            next(model.parameters())[0, 0] = math.nan
+
+
+@pytest.mark.parametrize(("act", "code", "step"), [(poison_gradient, "GG104", 30), (poison_weight, "GG105", 29)])
+def test_what_is_not_finite_halts_in_a_light_step(act: Act, code: str, step: int) -> None:
+    sink, model = KeptLate(), net()
+    guardian, optimizer = watched(model, sink=sink)
+    with pytest.raises(NonFiniteError) as halt, guardian:
+        list(train(model, optimizer, range(STEPS), act, clip=0.0))
+    assert (halt.value.finding.code, halt.value.finding.step, guardian.step) == (code, step, 30)
+    assert halt.value.finding.parameter == "0.weight"
+    # The steps before it were judged first, and are its history.
+    assert [seen.step for seen in halt.value.finding.history][-4:] == [step - 4, step - 3, step - 2, step - 1]
+    assert halt.value.finding.last_healthy is not None
+    assert halt.value.finding.last_healthy.step == step - 1
+
+
+def clamp_past_the_counters(_step: int, model: nn.Module, _optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.data.clamp_(-1e-4, 1e-4)
+
+
+def test_a_write_that_no_counter_shows_keeps_every_step_full() -> None:
+    sink, model = KeptLate(), net()
+    guardian, optimizer = watched(model, sink=sink)
+    with guardian:
+        light = light_steps(guardian, train(model, optimizer, range(40), clamp_past_the_counters, clip=0.0))
+    assert not light
+    assert all((seen.grad_norm_clipped or 0.0) < 0.2 * (seen.grad_norm or 0.0) for seen in sink.seen)
+
+
+def halve(_step: int, model: nn.Module, _optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad *= 0.5
+
+
+def clip_in_two(_step: int, model: nn.Module, _optimizer: torch.optim.Optimizer) -> None:
+    weight, *others = model.parameters()
+    nn.utils.clip_grad_norm_([weight], 1e-3)
+    nn.utils.clip_grad_norm_(others, 1e-3)
+
+
+@pytest.mark.parametrize("act", [halve, clip_in_two])
+def test_a_write_that_counters_show_is_measured(act: Act) -> None:
+    sink, model = KeptLate(), net()
+    applied: list[float] = []
+
+    def note(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        act(step, model, optimizer)
+        grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        applied.append(float(torch.cat(grads).norm()))
+
+    guardian, optimizer = watched(model, sink=sink)
+    with guardian:
+        light = light_steps(guardian, train(model, optimizer, range(40), note, clip=0.0))
+    assert light
+    assert [seen.grad_norm_clipped for seen in sink.seen] == pytest.approx(applied, rel=1e-5)
+
+
+def test_other_kinds_of_loops_take_the_long_way_and_are_seen() -> None:
+    for name, loop in LOOPS.items():
+        sink, model = KeptLate(), net()
+        guardian, optimizer = watched(model, sink=sink)
+        with guardian:
+            for _ in loop(model, optimizer):
+                pass
+        assert [seen.step for seen in sink.seen] == list(range(len(sink.seen))), name
+        assert len(sink.seen) == 40, name
+        assert not sink.found, (name, sink.found)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(step)
+    return torch.randn(16, 8), torch.randint(4, (16,))
+
+
+def accumulating(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
+    for step in range(40):
+        optimizer.zero_grad()
+        for part in range(2):
+            x, y = batch(2 * step + part)
+            (F.cross_entropy(model(x), y) / 2).backward()
+        optimizer.step()
+        yield step
+
+
+def now_and_then_accumulating(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
+    for step in range(40):
+        optimizer.zero_grad()
+        parts = 3 if step % 7 == 3 else 1
+        for part in range(parts):
+            x, y = batch(3 * step + part)
+            (F.cross_entropy(model(x), y) / parts).backward()
+        optimizer.step()
+        yield step
+
+
+def with_a_closure(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
+    for step in range(40):
+        x, y = batch(step)
+
+        def closure(x: Tensor = x, y: Tensor = y) -> float:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            return float(loss.detach())
+
+        optimizer.step(closure)
+        yield step
+
+
+def scaled_late(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(40):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        if step < 30:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        yield step
+
+
+def evaluating_between(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
+    for step in train(model, optimizer, range(40)):
+        if step % 10 == 3:
+            model.eval()
+            with torch.no_grad():
+                model(batch(1000 + step)[0])
+            model.train()
+        yield step
+
+
+def freezing_late(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
+    # The first layer has no gradient any more, and then has one again.
+    first = next(model.children())
+    for step in train(model, optimizer, range(40)):
+        if step == 26:
+            first.requires_grad_(False)
+        if step == 33:
+            first.requires_grad_(True)
+        yield step
+
+
+LOOPS: Mapping[str, Callable[[nn.Module, torch.optim.Optimizer], Iterator[int]]] = {
+    loop.__name__: loop
+    for loop in (
+        accumulating,
+        now_and_then_accumulating,
+        with_a_closure,
+        scaled_late,
+        evaluating_between,
+        freezing_late,
+    )
+}
+
+
+def test_a_scheduler_is_judged_by_where_it_stood_at_its_step() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=200)
+    sink = KeptLate()
+    with Guardian(model, optimizer, guards=[LRTracker()], scheduler=scheduler, sinks=[sink]) as guardian:
+        light = set()
+        for step in train(model, optimizer, range(STEPS)):
+            scheduler.step()
+            if step >= 30:
+                # From here on twice too often.
+                scheduler.step()
+            light |= set() if pace(guardian).full else {step + 1}
+    assert {22, 23, 31} <= light
+    ((_, found), *_) = sink.found
+    assert (found.code, found.step) == ("GG405", 33)
+
+
+class Idle(torch.optim.AdamW):
+    """Stops to do anything at some step."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # as torch's own subclasses do
+        self.steps += 1
+        if self.steps <= 32:
+            super().step(closure)
+
+
+def test_a_step_that_changes_nothing_is_told_little_later_than_in_full_steps() -> None:
+    found: list[Finding] = []
+    for policy in ({"GG906": "record"}, None):
+        model = net()
+        optimizer = Idle(model.parameters(), lr=1e-3)
+        guards: list[Guard] = [ParamDeltaProbe(), FiniteGuard()]
+        with Guardian(model, optimizer, guards=guards, policy=policy, sinks=[]) as guardian:
+            for _ in train(model, optimizer, range(STEPS)):
+                pass
+        found += guardian.findings
+    assert [each.code for each in found] == ["GG301", "GG301"]
+    first, later = (each.step or 0 for each in found)
+    assert 34 <= first <= later <= first + 8
+
+
+def test_guarded_is_bit_identical_through_light_steps() -> None:
+    states: list[Sequence[Tensor]] = []
+    for guarded in (False, True):
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        guardian = Guardian(model, optimizer, sinks=[]) if guarded else None
+        if guardian is not None:
+            guardian.start()
+        for _ in train(model, optimizer, range(STEPS)):
+            pass
+        if guardian is not None:
+            guardian.stop()
+        states.append([*model.state_dict().values(), torch.get_rng_state()])
+    assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))

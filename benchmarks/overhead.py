@@ -4,8 +4,8 @@ The model is the example's, in its tiny configuration (block 32, width 64, 4 hea
 AdamW and clipping. Each round takes a block of bare steps and a block of guarded ones, and the time of every step, on
 the clock and on the processor. Two kinds of ratio are printed: of the whole blocks, as the median over their pairs with
 the middle half of these, and of the low percentiles over all steps, which what else runs on the machine hardly moves.
-Of eight guarded steps one is measured in full and seven are not; a block holds three times eight, so its time has all
-of that in it, and the low percentile only the seven. In the first steps after entry all are full, and guards look
+Of sixteen guarded steps one is measured in full, and steps are judged eight at once; a block holds twice sixteen, so its
+time has all of that in it, and the low percentile has not. In the first steps after entry all are full, and guards look
 harder: that is over before a block is timed, and printed apart.
 
     python benchmarks/overhead.py
@@ -196,7 +196,7 @@ def _row(subject: Subject, figures: Figures) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=25, help="pairs of blocks for each line, at least 2")
-    parser.add_argument("--steps", type=int, default=24, help="steps in a block: a multiple of eight")
+    parser.add_argument("--steps", type=int, default=32, help="steps in a block: a multiple of sixteen")
     parser.add_argument("--threads", type=int, nargs="*", help="thread counts (default: 1 and torch's own)")
     parser.add_argument("--only", default="", help="only lines whose name contains this")
     arguments = parser.parse_args()

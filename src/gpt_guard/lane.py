@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import math
 from operator import attrgetter
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from gpt_guard.backlog import Backlog, Row
 from gpt_guard.hooks.clipped import NormClip
-from gpt_guard.hooks.gradients import Gradients, GradNorms, norms_of, total_norm
+from gpt_guard.hooks.gradients import Gradients, GradNorms, total_norm
+from gpt_guard.hooks.row_norms import RowNorms
 from gpt_guard.hooks.tensors import version_of
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.ledger import Readings
@@ -29,6 +31,7 @@ _GRAD = attrgetter("grad")
 _VERSION = attrgetter("_version")
 # Norms taken twice of the same gradients, or worked out from a clipping factor, differ by rounding.
 _SAME = 1e-4
+_MOST_WAITING = 8
 
 
 class Lane:
@@ -60,6 +63,8 @@ class Lane:
         self._learn = gradients.parameters
         self._frozen: list[Tensor] = []
         self._names = gradients.names
+        self._norms = RowNorms(self._learn)
+        self._nothing = [None] * len(gradients.parameters)
         self._loss = 0.0
         self._ids: list[int] = []
         # As a backward leaves them, and as the first `clip_grad_norm_` after it does.
@@ -70,6 +75,7 @@ class Lane:
         self._single = False
         self.began = self.ready = self.stepping = False
         self.late = True
+        self._waiting = 0
 
     def open(self) -> None:
         """Begin to listen to clipping."""
@@ -90,10 +96,10 @@ class Lane:
             return False
         if len(losses) != 1 or losses[0].dim() or losses[0].grad_fn is None or self._unseen.since:
             return False
-        for parameter in self._gradients.parameters:
-            if parameter.grad is not None:
-                self._pace.doubt()
-                return False
+        # Not one by one: a list of None is compared by identity.
+        if list(map(_GRAD, self._gradients.parameters)) != self._nothing:
+            self._pace.doubt()
+            return False
         loss: float = losses[0].item()
         if loss - loss != 0.0:
             self._pace.doubt()
@@ -126,13 +132,13 @@ class Lane:
     def _take_norms(self) -> GradNorms | None:
         grads = list(map(_GRAD, self._learn))
         try:
-            norms = [norm.item() for norm in norms_of(grads)]
+            norms = self._norms.measure(grads)
         except (TypeError, RuntimeError):
             # It has reached other parameters than the last one, or none, or left gradients of another kind.
             self._divide()
             return None
         total = sum(norms)
-        if total - total != 0.0 or any(parameter.grad is not None for parameter in self._frozen):
+        if total - total != 0.0 or (self._frozen and any(parameter.grad is not None for parameter in self._frozen)):
             self._pace.doubt()
             self._divide()
             return None
@@ -146,30 +152,29 @@ class Lane:
             return
         pairs = list(zip(self._gradients.names, self._gradients.parameters, strict=True))
         learn = [(name, parameter) for name, parameter in pairs if parameter.grad is not None]
-        if learn:
-            self._names, self._learn = [name for name, _ in learn], [parameter for _, parameter in learn]
+        names = [name for name, _ in learn]
+        if names and names != self._names:
+            self._names, self._learn = names, [parameter for _, parameter in learn]
             self._frozen = [parameter for _, parameter in pairs if parameter.grad is None]
+            self._norms = RowNorms(self._learn)
 
     # The step.
 
-    def step_begins(self, optimizer: Optimizer) -> bool:
-        """Whether the step can be judged later."""
+    def step_begins(self, optimizer: Optimizer, *, written: bool) -> bool:
+        """Whether the step can be judged later. `written`: somebody has changed the parameters since the last one."""
         self.ready = False
         watch = self._watch
         lr = [group.get("lr") for group in optimizer.param_groups]
-        watch.lr = tuple(lr)
-        if not all(type(each) is float for each in lr):
-            self._pace.never_light()
+        if lr != watch.lr:
+            self._take_lr(lr)
         norms, due = watch.grad_norms, self._roster.due()
-        if due or self._pace.full or norms is None or (factor := self._factor(norms)) is None:
+        if due or written or self._pace.full or norms is None or (factor := self._factor(norms)) is None:
             # The long way from here: what it has not seen itself.
             watch.ledger.put("loss.0", self._loss)
             return False
         self._readings = readings = {"loss.0": self._loss, "backwards": 1, "grad_norms": norms.norms, "clip": factor}
         for place, each in enumerate(lr):
             readings[f"lr.{place}"] = each
-        self._unseen.attempts += 1
-        self._unseen.since = 0
         self._roster.call_light("before_step", optimizer)
         if watch.ledger.waits:
             readings.update(self._steps.read())
@@ -177,13 +182,21 @@ class Lane:
         self.stepping = True
         return True
 
+    def _take_lr(self, lr: list[Any]) -> None:
+        """A learning rate that rises may begin a schedule again: whoever looks for that wants to do so at once."""
+        last, self._watch.lr = self._watch.lr, lr
+        if not all(type(each) is float for each in lr):
+            self._pace.never_light()
+        elif len(lr) != len(last) or any(now > before for now, before in zip(lr, last, strict=True)):
+            self._pace.doubt(1)
+
     def _factor(self, norms: GradNorms) -> float | None:
         """What the gradients were multiplied by since the backward, told from calls or measured; None if not finite."""
         known = self._told_factor()
         if known is not None:
             return known
         try:
-            now = total_norm([norm.item() for norm in norms_of(self._grads())])
+            now = total_norm(self._norms.measure(self._grads()))
         except (TypeError, RuntimeError):
             # One of them is gone, or another kind of tensor by now.
             return None
@@ -219,7 +232,8 @@ class Lane:
             self._backlog.add(row)
         watch.inspection.step_ended(step + 1)
         self._pace.step_ended()
-        if self._pace.full or not self.late:
+        self._waiting = (self._waiting + 1) % _MOST_WAITING
+        if self._pace.full or not (self.late and self._waiting):
             self._backlog.settle()
 
     # In full steps: is the short way right about this loop?

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from functools import partial
 from threading import get_ident
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from gpt_guard.backlog import Backlog
 from gpt_guard.desk import Desk
+from gpt_guard.forwards import Forwards
 from gpt_guard.hooks.clearing import Clearing
 from gpt_guard.hooks.gradients import Gradients
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.lane import Lane
-from gpt_guard.ledger import Readings
-from gpt_guard.observing import amount
 from gpt_guard.progress import Progress
-from gpt_guard.records import Moment, Observation
+from gpt_guard.records import Observation
 from gpt_guard.roster import Roster
 from gpt_guard.scaled import ScalerEvents
 from gpt_guard.stepping import Steps
@@ -45,6 +42,8 @@ class Loop:
         self._pace = watch.pace
         self._backlog = Backlog(roster, desk, progress)
         watch.settle = self._backlog.settle
+        self.forwards = Forwards(watch, roster, progress, self._steps, self._backlog)
+        self._threads = self.forwards.threads
         self._lane: Lane | None = None
         if watch.immediate and len(watch.optimizers) == 1 and desk.policy.usual:
             self._lane = Lane(watch, self._gradients, roster, self._steps, progress, self.unseen, self._backlog)
@@ -53,7 +52,6 @@ class Loop:
         self.scaler = ScalerEvents(watch, self._gradients, self.unseen, self._skipped)
         self._scale, self._use = self.scaler.scale, self.scaler.use
         self._loss: Tensor | None = None
-        self._threads: set[int] = set()
         self._stepped = False
         self._open = [0] * len(watch.optimizers)
         self._observed: Observation | None = None
@@ -67,33 +65,6 @@ class Loop:
     def evaluating(self, inside: bool) -> None:
         self._watch.evaluating = inside
 
-    # Forward: calls of the model itself.
-
-    def forward_begins(self) -> None:
-        """Note whether this is training or evaluation, and how much data it takes."""
-        watch = self._watch
-        self._threads.add(get_ident())
-        watch.evaluation = watch.evaluating or not torch.is_grad_enabled()
-        if not watch.evaluation:
-            samples, tokens = amount(watch.tap.inputs)
-            self._progress.samples += samples
-            self._progress.tokens += tokens
-        watch.inspection.forward_begins(evaluation=watch.evaluation)
-        self._roster.listen_all(watch.forward_begins)
-
-    def forward_ended(self, output: Any) -> None:
-        """An evaluation forward is read when it ends, since no step will come to read it."""
-        self._roster.listen_all(self._watch.forward_ended, output)
-        if self._watch.evaluation:
-            self._watch.tap.inputs = None
-            self._watch.inspection.evaluation_ended()
-        if self._watch.evaluation and not self._watch.immediate:
-            self._judge_early(self._steps.early(), evaluation=True)
-
-    def _judge_early(self, readings: Readings, *, evaluation: bool = False) -> None:
-        seen = Observation(step=self._watch.step, moment=Moment.FORWARD, evaluation=evaluation, readings=readings)
-        self._roster.judge(seen)
-
     # Backward: every one in the process; ours is one that changes gradients of ours.
 
     def backward_begins(self, losses: tuple[Tensor, ...]) -> bool:
@@ -104,7 +75,7 @@ class Loop:
         lane = self._lane
         if lane is not None:
             if not (self._pace.full or watch.closure or self._use.seen) and lane.backward_begins(losses):
-                watch.tap.paused, self._loss, self._stepped = True, losses[0], False
+                watch.tap.paused, self._loss, self._stepped, watch.forwards = True, losses[0], False, 0
                 return True
             lane.long_way()
         watch.tap.paused = True
@@ -121,6 +92,7 @@ class Loop:
         watch.capture.backward_begins(losses)
         if self._loss is not None:
             self._roster.call("before_backward", self._loss)
+        watch.forwards = 0
         return True
 
     def _begin_step(self) -> None:
@@ -156,7 +128,7 @@ class Loop:
         finally:
             watch.loss = None
         if self.unseen.backward() and not watch.immediate:
-            self._judge_early(self._steps.unstepped())
+            self._steps.judge_early(self._steps.unstepped())
         watch.capture.backward_ended(watch.micro_batch)
 
     def backward_failed(self) -> None:
@@ -177,7 +149,9 @@ class Loop:
         self.unseen.step()
         watch = self._watch
         watch.step, watch.closure = self._progress.steps[index], closure
-        if self._lane is not None and self._lane.ready and self._lane.step_begins(watch.optimizers[index]):
+        written = watch.versions.step_begins((index, watch.step))
+        lane = self._lane
+        if lane is not None and lane.ready and lane.step_begins(watch.optimizers[index], written=written):
             return
         if not closure:
             clearing = self._clearing[index]
@@ -219,6 +193,7 @@ class Loop:
         self._open[index] = max(self._open[index] - 1, 0)
         if self._open[index]:
             return
+        self._watch.versions.step_ended()
         if self._lane is not None and self._lane.stepping:
             self._stepped = True
             self._watch.tap.inputs = None
@@ -275,5 +250,5 @@ class Loop:
         readings = self._steps.read()
         if readings and not self._watch.immediate:
             # A forward, or a backward, that no step has followed.
-            self._judge_early(readings)
+            self._steps.judge_early(readings)
         self._roster.finish()

@@ -49,17 +49,23 @@ class Progress:
         self.latest = seen
         self.recent.append(seen)
         self.finished += 1
-        self.clipped += bool(seen.clipped)
-        if seen.loss is not None:
-            self.first_loss = seen.loss if self.first_loss is None else self.first_loss
-            self.last_loss = seen.loss
+        if seen.clipped:
+            self.clipped += 1
+        loss = seen.loss
+        if loss is not None:
+            if self.first_loss is None:
+                self.first_loss = loss
+            self.last_loss = loss
         for lr in seen.lr:
-            self.lr_min = lr if self.lr_min is None else min(self.lr_min, lr)
-            self.lr_max = lr if self.lr_max is None else max(self.lr_max, lr)
-        if seen.grad_norm is not None:
-            self._norms.append(seen.grad_norm)
-            known = self._norm_max
-            self._norm_max = seen.grad_norm if known is None or not known >= seen.grad_norm else known
+            if self.lr_min is None or lr < self.lr_min:
+                self.lr_min = lr
+            if self.lr_max is None or lr > self.lr_max:
+                self.lr_max = lr
+        norm = seen.grad_norm
+        if norm is not None:
+            self._norms.append(norm)
+            if self._norm_max is None or not self._norm_max >= norm:
+                self._norm_max = norm
 
     def log(self, numbers: dict[str, float]) -> None:
         """Take in numbers of the user's own; how often each came tells an old one from an equal one."""

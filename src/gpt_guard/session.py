@@ -91,7 +91,7 @@ class Session:
         undo.callback(watch.modes.close)
         watch.modes.open()
         undo.callback(StepHooks(watch.optimizers, loop).close)
-        watch.tap.open(loop)
+        watch.tap.open(loop.forwards)
         for guard in guards:
             undo.callback(self.roster.detach, guard)
             self.roster.attach(guard, watch)

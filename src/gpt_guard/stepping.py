@@ -147,12 +147,13 @@ class Steps:
             ledger.label = _BEFORE
         return ledger.read().get(_AFTER, {})
 
-    def count_light(self) -> float | None:
+    def count_light(self) -> float:
         """The step was made; gives its time."""
-        self._progress.steps[0] += 1
-        self._tick(0)
-        self._watch.capture.step_ended()
-        return self._step_time
+        watch, progress, now = self._watch, self._progress, time.perf_counter()
+        progress.steps[0] = watch.step = progress.steps[0] + 1
+        step_time, self._clocks[0] = now - self._clocks[0], now
+        watch.capture.step_ended()
+        return step_time
 
     def skipped_outside(self, index: int) -> None:
         """A GradScaler did not call `step()`."""
@@ -181,6 +182,11 @@ class Steps:
         readings = self.read()
         self._kept |= readings
         return readings
+
+    def judge_early(self, readings: Readings, *, evaluation: bool = False) -> None:
+        """Have judged what was read before a step was reached."""
+        step, moment = self._watch.step, Moment.FORWARD
+        self._roster.judge(Observation(step=step, moment=moment, evaluation=evaluation, readings=readings))
 
     def unstepped(self) -> Readings:
         """As `early`, where no step may ever come to use what is kept: only the losses are."""

@@ -14,9 +14,10 @@ from torch.optim import SGD, Optimizer
 from torch.optim import lr_scheduler as schedules
 
 from gpt_guard.callbacks.lr import LRTracker
+from gpt_guard.callbacks.lr_track import LRTrack
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.guardian import Guardian
-from gpt_guard.records import Finding, Severity
+from gpt_guard.records import Finding, Moment, Observation, Severity
 
 Make = Callable[[Optimizer], schedules.LRScheduler]
 
@@ -201,3 +202,26 @@ def test_a_spike_long_after_warm_up_or_at_a_constant_rate_is_no_matter_of_the_sc
 def test_arguments_that_cannot_work_are_refused(arguments: dict[str, object]) -> None:
     with pytest.raises(GuardUsageError, match=next(iter(arguments))):
         LRTracker(**arguments)  # type: ignore[arg-type]  # that is the point
+
+
+def judged(guard: LRTracker) -> tuple[list[list[Finding]], dict[str, Any]]:
+    """What a guard says in each of 120 steps without a scheduler, and what it remembers."""
+    net = model()
+    optimizer = SGD(net.parameters(), lr=0.01)
+    wild = {40: 0.0, 41: math.nan, 42: math.nan, 43: -1.0, 50: 0.0, 51: 0.0, 52: 0.0}
+    found: list[list[Finding]] = []
+    with Guardian(net, optimizer, guards=[guard], sinks=[]):
+        for step in range(120):
+            lr = wild.get(step, 0.001 * (step + 1) if step < 20 else 0.02 if step < 80 else 1e-10)
+            norm = {35: 1e3, 45: math.nan, 46: 0.0}.get(step, 1.0 + 0.1 * math.sin(step))
+            seen = Observation(step=step, moment=Moment.BEFORE_STEP, loss=1.0, lr=(lr,), grad_norm=norm)
+            found.append(list(guard.judge(seen)))
+    return found, guard.state_dict()
+
+
+def test_steps_without_a_scheduler_go_a_short_way_that_leaves_the_same_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = judged(LRTracker())
+    monkeypatch.setattr(LRTrack, "take_usual", lambda *_: False)
+    assert given == judged(LRTracker())
+    told = {step: [each.code for each in found] for step, found in enumerate(given[0]) if found}
+    assert told == {35: ["GG408"], 41: ["GG402"], 42: ["GG402"], 43: ["GG402"], 52: ["GG401"], 89: ["GG409"]}

@@ -11,6 +11,7 @@ from torch import nn
 
 from gpt_guard.callbacks.param_meter import LATER, Meter
 from gpt_guard.hooks.pace import Pace
+from gpt_guard.hooks.versions import ParameterVersions
 from gpt_guard.ledger import Ledger
 from gpt_guard.records import Moment, Observation
 
@@ -26,6 +27,7 @@ def meter(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> tuple[Meter
         model=model, optimizers=(optimizer,), immediate=True, step=0, pace=pace, ledger=Ledger()
     )
     watch.closure = watch.scaling = False
+    watch.versions = ParameterVersions(dict(model.named_parameters()))
     watch.index_of = lambda _: 0
     watch.name_of = lambda tensor: names.get(id(tensor))
     return Meter(watch, 64, 1), watch
@@ -46,8 +48,11 @@ def test_figures_may_be_asked_for_later() -> None:
             clip(model, step)
         for each, its in ((late, watch), (prompt, other)):
             its.pace.full = step % 11 in (0, 7)
+            its.versions.step_begins((0, step))
             each.before(optimizer)
         optimizer.step()
+        for its in (watch, other):
+            its.versions.step_ended()
         late.after(optimizer, later=True)
         prompt.after(optimizer)
         asked.append(watch.ledger.read()[None])

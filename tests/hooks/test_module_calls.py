@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
+from gpt_guard.hooks import outputs
 from gpt_guard.hooks.forward import ForwardTap
 from gpt_guard.hooks.module_calls import fits, watched_call
 
@@ -341,8 +342,11 @@ def test_it_comes_out_as_outside(model: Net, how: str) -> None:
             assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
         assert tap.bad == []
         assert tap.unwatched == set()
+        heard = tap.heard
         if how in ("functional_call", "checkpoint", "reentrant", "data_parallel"):
-            assert tap.heard == RETURNED
+            assert heard == RETURNED
+        if how == "export":
+            assert (heard, tap.begun) == ([], [])
     assert "watched_call" not in str(found)
 
 
@@ -385,6 +389,9 @@ def test_compiled_code_is_the_same_inside_and_outside(model: Net, hooked: bool, 
         assert torch.equal(compiled(x), expected)
         anew: Any = torch.compile(called, backend=backend, fullgraph=True)
         assert torch.equal(anew(x), expected)
+        compiled_once = len(graphs)
+        assert torch.equal(anew(x), expected)
+        assert len(graphs) == compiled_once
         assert (tap.heard, tap.begun) == ([], [])
         model(x)
         assert tap.heard == RETURNED
@@ -424,6 +431,83 @@ def test_the_test_is_that_of_the_hooks() -> None:
 
     assert told(Gives()) == told(GivesInItsOwnWay())
     assert len(told(Gives())[0]) == 5
+
+
+class Same(nn.Module):
+    def forward(self, value: Any) -> Any:
+        return value
+
+
+@pytest.mark.parametrize("value", [1.0, float("nan")])
+@pytest.mark.parametrize("grad", [True, False])
+def test_the_mode_of_gradients_stays_and_no_graph_grows(value: float, grad: bool) -> None:
+    model = nn.Sequential(Same(), Same())
+    x = torch.full((2, 3), value, requires_grad=True)
+    with Tap(model) as tap, torch.set_grad_enabled(grad):
+        for given in (x, x * 2, x.double() * 2, (x * 2).to_sparse(), (x * 2, x)):
+            tap.bad.clear()
+            model(given)
+            assert torch.is_grad_enabled() is grad
+            assert tap.bad[:1] == (["0"] if value != 1.0 else [])
+    assert x.grad is None
+
+
+def test_the_mode_of_gradients_stays_where_a_test_raises() -> None:
+    def stop(*_: object) -> None:
+        raise ArithmeticError("stopped")
+
+    model = nn.Sequential(Same())
+    with Tap(model) as tap:
+        tap.listen = stop
+        for value, error in ((torch.full((2,), float("inf")), ArithmeticError), (torch.ones(2, device="meta"), None)):
+            if error is None:
+                model(value)
+            else:
+                with pytest.raises(error):
+                    model(value)
+            assert torch.is_grad_enabled()
+        assert tap.unwatched == {"0: a meta tensor", "the model itself: a meta tensor"}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse.*beta state:UserWarning")
+def test_a_layout_that_cannot_be_described_is_named_and_not_tested() -> None:
+    with Tap(model := nn.Sequential(Same())) as tap:
+        model(torch.full((2, 2), float("nan")).to_sparse_bsr((1, 1)))
+        assert tap.unwatched == {"0: a sparse_bsr tensor", "the model itself: a sparse_bsr tensor"}
+        assert tap.bad == []
+
+
+def test_inference_tensors_have_no_version_and_are_tested_all_the_same() -> None:
+    model = nn.Sequential(Same(), Same())
+    with Tap(model) as tap, torch.inference_mode():
+        model(torch.ones(2))
+        assert (tap.bad, tap.entered[0][0]) == ([], -1)
+        model(torch.full((2,), float("nan")))
+        # Once: the others have returned this very tensor.
+        assert tap.bad == ["0"]
+        assert not torch.is_grad_enabled()
+
+
+def test_what_a_composite_module_was_given_is_noted(model: Net) -> None:
+    x = batch().mul_(2.0)
+    with Tap(model) as tap:
+        model(x)
+        assert tap.entered == {0: (1, 0)}
+        model(x=x)
+        assert tap.entered == {0: (None, 0)}
+    with Tap(wrapped := nn.Sequential(nn.Linear(3, 3), nn.Sequential(Same()))) as tap:
+        wrapped(x)
+        assert {tap.names[index]: seen[1] for index, seen in tap.entered.items()} == {"": 0, "1": 1, "1.0": 1}
+
+
+def test_a_compiler_is_asked_where_its_flag_is_not_known(model: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outputs, "_compiler", outputs._Asked())
+    with Tap(model) as tap:
+        model(batch())
+        assert tap.heard == RETURNED
+        tap.begun.clear()
+        outputs_of("export", model, batch())
+        assert (tap.heard, tap.begun) == ([], [])
 
 
 def test_a_paused_tap_hears_nothing(model: Net) -> None:

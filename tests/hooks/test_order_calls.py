@@ -157,7 +157,7 @@ def test_everything_is_put_back() -> None:
 def test_the_guard_leaves_nothing_behind_however_the_run_ends(steps: int) -> None:
     layer, optimizer = layer_and(Clearing)
     before = traces()
-    guardian = Guardian(layer, optimizer, guards=[LoopOrder()], summary=False, sinks=[])
+    guardian = Guardian(layer, optimizer, guards=[LoopOrder()], summary=False, sinks=[], reads="per_step")
 
     def interrupted() -> None:
         with guardian:

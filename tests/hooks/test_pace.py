@@ -14,8 +14,8 @@ def kinds(pace: Pace, steps: int) -> str:
     return found
 
 
-def test_twenty_full_steps_then_one_in_eight() -> None:
-    assert kinds(Pace(light=True), 40) == "F" * 20 + ".......F" * 2 + "...."
+def test_twenty_full_steps_then_one_in_sixteen() -> None:
+    assert kinds(Pace(light=True), 56) == "F" * 20 + ("." * 15 + "F") * 2 + "...."
 
 
 def test_a_doubt_begins_at_once_and_lasts_as_long_as_the_start() -> None:

@@ -142,21 +142,6 @@ def test_mixed_dtypes_are_measured_together() -> None:
     assert turned(state) == ["2.bias"]
 
 
-def test_a_write_between_two_steps_is_told_from_one_inside() -> None:
-    model = Model()
-    state = watch(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for outside in (False, True):
-        if outside:
-            spoil(model.layer.weight, 1.0)
-        state.note_before()
-        model.layer(torch.ones(3)).sum().backward()
-        optimizer.step()
-        state.note_after()
-        assert state.written_between("layer.weight") is outside
-        assert not state.written_between("layer.bias")
-
-
 def test_the_first_bad_parameter_or_untouched_buffer_is_found_by_its_full_name() -> None:
     model = nn.Sequential(Model())
     state = watch(model)

@@ -14,7 +14,7 @@ from gpt_guard import Finding
 
 from .steps import Net, Reads, both, guarded, halting, operation, root_at_zero, root_of_negative, said, same, sgd
 
-# All is read in the first twenty steps, and then in one of eight: the steps after these are light ones.
+# All is read in the first twenty steps, and then in one of sixteen: the steps after these are light ones.
 _HEALTHY = 22
 _MODES = "Modules were put into another mode without a call"
 

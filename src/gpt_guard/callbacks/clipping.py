@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
-from statistics import median
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from gpt_guard.callbacks.history import middle
 from gpt_guard.catalogue import finding
 from gpt_guard.records import Finding, Moment, Observation, Severity
 from gpt_guard.render import learning_rates, number
@@ -19,6 +19,7 @@ _EVERY = 10
 # Losses of reinforcement learning and GANs do not fall while they learn, and their norms are clipped to a few times
 # less as a habit: only far beyond it does a loss that does not fall make clipping suspicious.
 _HARD = 10.0
+_FALLING = 2.0
 _RISING = 4.0
 
 
@@ -38,27 +39,34 @@ class Clipping:
         self._said: set[str] = set()
         self._warned = False
 
-    def judge(self, seen: Observation) -> Iterator[Finding]:
-        """Yield a finding if nearly all of the last steps were clipped hard, to one and the same norm."""
+    def judge(self, seen: Observation) -> Iterable[Finding]:
+        """Take in a step; a finding if nearly all of the last ones were clipped hard, to one and the same norm."""
         before, after = seen.grad_norm, seen.grad_norm_clipped
         if before is None or after is None or not before < math.inf or self._warned:
-            return
-        self._steps.append((before, after if seen.clipped else -1.0, seen.loss))
+            return ()
+        steps = self._steps
+        steps.append((before, after if seen.clipped else -1.0, seen.loss))
         self._taken += 1
-        if self._taken % _EVERY or len(self._steps) < (self._steps.maxlen or 0):
-            return
+        if self._taken % _EVERY or len(steps) < (steps.maxlen or 0):
+            return ()
+        return self._look(seen)
+
+    def _look(self, seen: Observation) -> Iterator[Finding]:
         clipped = [(before, after) for before, after, _ in self._steps if after > 0.0]
         if len(clipped) < self._share * len(self._steps):
             return
-        limit = median(after for _, after in clipped)
-        pinned = max(after for _, after in clipped) - min(after for _, after in clipped) < _PINNED * limit
-        ratio = median(before / after for before, after in clipped)
-        if pinned and ratio >= self._ratio:
+        left = sorted([after for _, after in clipped])
+        limit = middle(left)
+        if not left[-1] - left[0] < _PINNED * limit:
+            return
+        ratio = middle(sorted([before / after for before, after in clipped]))
+        # Once something was said, only a loss that rises under hard clipping is worth another word.
+        if ratio >= (max(self._ratio, _HARD) if self._said else self._ratio):
             yield from self._speak(seen, len(clipped), limit, ratio)
 
     def _speak(self, seen: Observation, clipped: int, limit: float, ratio: float) -> Iterator[Finding]:
-        losses = [loss for _, _, loss in self._steps]
-        falling, rising = clearly_falling(losses), clearly_rising(losses)
+        trend = _trend([loss for _, _, loss in self._steps])
+        falling, rising = trend > _FALLING, trend < -_RISING
         hard = ratio >= _HARD
         warn = rising and hard if self._said else rising or (hard and not falling)
         severity = Severity.WARNING if warn else Severity.INFO
@@ -107,7 +115,7 @@ def clearly_falling(losses: Sequence[float | None]) -> bool:
     Econometrica 13, 1945): no shape of the curve or of the noise is assumed. Losses that are unknown or not finite are
     left out; with fewer than eight known ones the answer is no.
     """
-    return _trend(losses) > 2.0
+    return _trend(losses) > _FALLING
 
 
 def clearly_rising(losses: Sequence[float | None]) -> bool:

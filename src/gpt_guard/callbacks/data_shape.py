@@ -53,10 +53,6 @@ class BatchShape:
             # Called with and without a batch dimension from the start: both are meant.
             self._mixed = True
 
-    def usual(self, shape: Shape) -> bool:
-        """Whether this is the form that batches settled in, and not a single row: nothing can come of it."""
-        return shape == self._usual and self._settled >= SETTLED and not self._single and shape[0] > 1
-
     def backward(self) -> Change | None:
         """What has changed, each kind once; None where nothing has."""
         usual, now = self._usual, self._now

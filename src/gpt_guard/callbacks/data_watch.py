@@ -80,14 +80,14 @@ class DataWatch(Guard):
         self._clear()
         self._log = DataLog(watch, self._loaders)
         self._loaders.open()
-        watch.forward_begins.append(self._forward_begins)
+        watch.full_forwards.append(self._forward_begins)
         watch.inspection.on_begin(self._begin)
         watch.inspection.functions.listen(_LOSSES, self._loss_called)
         watch.inspection.functions.listen(("draw",), self._drawn)
 
     def detach(self) -> None:
-        if self._watch is not None and self._forward_begins in self._watch.forward_begins:
-            self._watch.forward_begins.remove(self._forward_begins)
+        if self._watch is not None and self._forward_begins in self._watch.full_forwards:
+            self._watch.full_forwards.remove(self._forward_begins)
         self._loaders.close()
         self._clear()
         super().detach()
@@ -111,17 +111,12 @@ class DataWatch(Guard):
             self._end_evaluation()
         self._draws.forward_begins()
         if self._open and self._log is not None:
-            watch.pace.doubt(1)
+            watch.pace.doubt(2)
             self._log.forward(evaluation=False)
         args, kwargs = watch.tap.inputs or ((), {})
         first = args[0] if args else next(iter(kwargs.values()), None)
         if type(first) is Tensor:
-            shape = tuple(first.shape)
-            if watch.pace.full:
-                self._shape.forward(shape)
-            elif not self._shape.usual(shape):
-                watch.pace.doubt()
-                self._shape.forward(shape)
+            self._shape.forward(tuple(first.shape))
 
     def _loss_called(self, call: FunctionCall) -> None:
         target = call.get("target")

@@ -41,9 +41,12 @@ class UnusedGraphs:
         self._training: list[Sensitive] = []
         self._told = False
 
-    def forward_begins(self) -> bool:
-        """The model was called with gradients enabled; True where `forward_ended` should be told of its output."""
-        self._forwards += 1
+    def forward_begins(self, count: int) -> bool:
+        """The model was called with gradients enabled, for the `count`-th time since the last backward.
+
+        True where `forward_ended` should be told of its output.
+        """
+        self._forwards = count
         return self._backwards >= _KNOWN and self._forwards >= self._most + _MORE
 
     def forward_ended(self, output: Any, modules: Sequence[Sensitive]) -> None:
@@ -59,8 +62,8 @@ class UnusedGraphs:
             self._training = [each for each in modules if each.module.training]
 
     def backward(self) -> None:
-        """A backward has come before anything was marked."""
-        self._most = max(self._most, self._forwards)
+        """A backward has followed one forward, before anything was marked."""
+        self._most = max(self._most, 1)
         self._forwards = 0
         self._backwards += 1
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
-from torch.optim import Optimizer
 
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.eval_graphs import UnusedGraphs
@@ -51,7 +50,9 @@ class EvalModeAssert(Guard):
       `"backbone.*"` for a frozen part.
     """
 
+    # A call of .train() or .eval(), a forward without gradients or a second one before the backward: that step is full.
     light: ClassVar[frozenset[str]] = frozenset()
+    late = True
 
     def __init__(self, allow: Iterable[str] = ()) -> None:
         self._allow = patterns("EvalModeAssert", "allow", allow)
@@ -71,6 +72,7 @@ class EvalModeAssert(Guard):
         self._modes: list[bool] | None = None
         self._root_trains = True
         self._trained_modes: list[bool] | None = None
+        self._known_modes: list[bool] | None = None
         self._began = BeganInEval()
         self._graphs = UnusedGraphs()
         self._spectral = Unestimated()
@@ -84,12 +86,12 @@ class EvalModeAssert(Guard):
         self._look()
         self._began.enter(watch, self._sensitive)
         watch.modes_meant.update(self._allow)
-        watch.forward_begins.append(self._forward_begins)
+        watch.full_forwards.append(self._forward_begins)
         self._spectral.attach(watch)
 
     def detach(self) -> None:
-        if self._watch is not None and self._forward_begins in self._watch.forward_begins:
-            self._watch.forward_begins.remove(self._forward_begins)
+        if self._watch is not None and self._forward_begins in self._watch.full_forwards:
+            self._watch.full_forwards.remove(self._forward_begins)
             self._quiet_again()
         for each in (self._spectral, self._began):
             each.detach()
@@ -100,7 +102,7 @@ class EvalModeAssert(Guard):
         self._sensitive = sensitive_modules(self.watch.model, self._allow)
         self._modules = [each.module for each in self._sensitive]
         self._cumulative = cumulative_norms(self._sensitive)
-        self._modes = self._trained_modes = None
+        self._modes = self._trained_modes = self._known_modes = None
 
     def _forward_begins(self) -> None:
         if self._in_backward:
@@ -113,7 +115,7 @@ class EvalModeAssert(Guard):
         if torch.is_grad_enabled() and not watch.evaluation:
             self._modes = [module.training for module in self._modules]
             self._root_trains = watch.model.training
-            if self._graphs.forward_begins() and self._forward_ended not in watch.forward_ended:
+            if self._graphs.forward_begins(watch.forwards) and self._forward_ended not in watch.forward_ended:
                 watch.forward_ended.append(self._forward_ended)
                 # Its judgement needs to be told of each backward.
                 watch.pace.doubt()
@@ -190,11 +192,6 @@ class EvalModeAssert(Guard):
         if not self._rhythm.usual:
             self._held = None
 
-    def after_step(self, optimizer: Optimizer) -> None:
-        self._steps += 1
-        if self._steps % _LOOK_AGAIN == 0:
-            self._look()
-
     def finish(self) -> Iterable[Finding]:
         self._graphs.judge(self.watch, len(self._sensitive))
         known, rhythm = self._suspicion, self._rhythm
@@ -209,23 +206,22 @@ class EvalModeAssert(Guard):
             self._meant |= {why} if why else set()
             self.watch.submit(evaluated_in_training(self.watch, known, len(self._sensitive), why=why))
 
-    def due(self) -> bool:
-        """Whether anything is held back, or a module did not train; otherwise only the number of the step counts."""
-        self._graphs.backward()
-        modes = self._modes
-        waits = self._in_backward or self._suspicion or self._held
-        if waits or self._rhythm.usual != 0 or modes is None or not all(modes) or not self._began.settled:
-            # What a light step has left out.
-            self.after_backward()
-            return True
-        self._modes, self._all_trained = None, self.watch.step
-        return False
-
     def judge(self, seen: Any) -> Iterable[Finding]:
+        light = "backwards" in seen.readings
+        self._steps += 1
+        if self._steps % _LOOK_AGAIN == 0:
+            self._look()
+        if light:
+            # As in the last full step.
+            self._rhythm.backward()
+            self._graphs.backward()
         self._judge_rhythm()
         modes, self._trained_modes = self._trained_modes, None
         if modes is None:
-            return
+            if not light or self._known_modes is None:
+                return
+            modes = self._known_modes
+        self._known_modes = modes
         first = self._root_trains and self._all_trained < 0 and not self._trained
         yield from self._began.judge(self.watch, seen.step, self._sensitive, modes, first=first)
         if all(modes):

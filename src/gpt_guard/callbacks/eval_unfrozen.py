@@ -42,11 +42,6 @@ class BeganInEval:
                 calls = self._teachers[each.path] = _Calls(each.module)
                 self._handles.append(Uncopiable(each.module.register_forward_pre_hook(calls)))
 
-    @property
-    def settled(self) -> bool:
-        """Whether the first training step was judged, and had nothing in eval mode."""
-        return self._frozen is not None and not self._frozen
-
     def detach(self) -> None:
         """Take the hooks away; may run twice."""
         while self._handles:

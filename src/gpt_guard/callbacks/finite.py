@@ -15,6 +15,8 @@ from gpt_guard.callbacks.finite_context import Context
 from gpt_guard.callbacks.finite_gradients import bad_gradient, confirmed
 from gpt_guard.callbacks.finite_late import LateReadings
 from gpt_guard.callbacks.finite_loss import loss_outside
+from gpt_guard.callbacks.finite_newest import NewestStep
+from gpt_guard.callbacks.finite_per_step import here_in, judge_late
 from gpt_guard.callbacks.finite_state import bad_after_step
 from gpt_guard.callbacks.finite_step import AtStep
 from gpt_guard.callbacks.finite_told import Told
@@ -39,8 +41,8 @@ class FiniteGuard(Guard):
     it is recorded (GG109), not halted on; trained parameters and running statistics that turn -inf are found. A bad
     batch counts once an output, the loss or a gradient is bad with it: some models take NaN for a missing value.
     Integer tensors have nothing to test; sharded ones are tested by their local part; quantized, nested and meta
-    tensors are listed as not watched. Modules with hooks do not take torch's fast path for inference
-    (nn.TransformerEncoderLayer, nn.MultiheadAttention): they compute the same by their usual one.
+    tensors are listed as not watched. A watched nn.TransformerEncoderLayer does not take torch's fast path for
+    inference: it computes the same by its usual one.
 
     - `ignore`: patterns of module paths whose outputs are not tested, e.g. `["head.*"]`; the rest is watched as usual.
     - `outputs`, `gradients`, `parameters`, `buffers`: what to watch; the loss always is.
@@ -48,8 +50,8 @@ class FiniteGuard(Guard):
     """
 
     judged_at: ClassVar[frozenset[Moment]] = frozenset({Moment.FORWARD, Moment.BEFORE_STEP, Moment.AFTER_STEP})
-    # Loss and gradients of a light step are known to be finite.
-    light = frozenset({"before_step", "after_step"})
+    # Loss and gradients of a light step are known to be finite, and what it did to the state shows in the next forward.
+    light: ClassVar[frozenset[str]] = frozenset()
     late = True
 
     def __init__(
@@ -81,19 +83,24 @@ class FiniteGuard(Guard):
         self._loss: Tensor | None = None
         self._late = LateReadings()
         self._state = StateWatch(nn.Module(), parameters=False, buffers=False)
+        self._looked_at = -1
+        self._newest = NewestStep()
 
     def attach(self, watch: Watch) -> None:
         """Look at parameters and buffers once, then hook the forward."""
         super().attach(watch)
         self._state = StateWatch(watch.model, parameters=self.parameters, buffers=self.buffers)
-        watch.forward_begins.append(self._forward_begins)
-        if not watch.immediate:
-            watch.forward_ended.append(self._forward_ended)
+        self._newest.measured = watch.step - 1
         if self.outputs:
             watch.tap.watch_outputs(self._suspect, self.ignore)
         # What is bad already may yet be loaded: it is told when a forward or a step uses it.
         self._state.settle()
         self._untouched = self._state.buffer_versions()
+        # What a forward writes to a buffer can only be told from what it was before.
+        light = watch.immediate and not self._untouched
+        (watch.full_forwards if light else watch.forward_begins).append(self._forward_begins)
+        if not watch.immediate:
+            watch.forward_ended.append(self._forward_ended)
 
     def detach(self) -> None:
         """Drop what belongs to this stretch of the run."""
@@ -108,14 +115,13 @@ class FiniteGuard(Guard):
         """Ignored modules and tensors of a kind that cannot be tested."""
         return sorted(self.watch.tap.unwatched)
 
-    # Forward, where reading is free.
-
     def _forward_begins(self) -> None:
         self._told.begin()
         self._told.forward = False
         watch = self.watch
+        self._looked_at = watch.tap.calls
         if not watch.immediate:
-            self._late.keep_forward(watch, self._micro_batch, self._untouched, evaluation=False)
+            self._keep_forward()
         self._untouched = self._state.buffer_versions()
         if watch.immediate and self.outputs:
             batch = bad_batch(watch)
@@ -123,12 +129,15 @@ class FiniteGuard(Guard):
                 watch.pace.doubt()
                 self._batch = (batch, self._here_now())
 
-    def _here_now(self) -> dict[str, Any]:
-        return self._here(self._micro_batch, evaluation=self.watch.evaluation) | {"where": user_line()}
+    def _catch_up(self) -> bool:
+        """Do what light steps have left out, now that something is bad; True if a step had spoilt the state before."""
+        self.watch.settle()
+        if self._looked_at != self.watch.tap.calls:
+            self._forward_begins()
+        return self._newest.tell(self.watch, self._state, self._told)
 
-    def _here(self, micro_batch: int, *, evaluation: bool) -> dict[str, Any]:
-        place = {"step": self.watch.step, "moment": Moment.FORWARD, "evaluation": evaluation}
-        return place if evaluation else {**place, "micro_batch": micro_batch}
+    def _here_now(self) -> dict[str, Any]:
+        return here_in(self.watch, self._micro_batch, evaluation=self.watch.evaluation) | {"where": user_line()}
 
     def _suspect(self, index: int, position: str, tensor: Tensor, entering: bool) -> None:
         if self._told.forward or (stats := describe(tensor)) is None:
@@ -136,6 +145,8 @@ class FiniteGuard(Guard):
         here = self._here_now()
         if stats.only_neg_inf:
             self._context.note_mask(self.watch, index, Shown.read(position, stats), here)
+            return
+        if self._catch_up():
             return
         tap, untouched, masks = self.watch.tap, self._untouched, self._state.masks
         culprit = blame(tap, index, position, tensor, entering=entering, untouched=untouched, masks=masks)
@@ -155,27 +166,28 @@ class FiniteGuard(Guard):
         self._accuse(self._batch[0], None, self._batch[1])
         return True
 
-    # Forward, where it is not: what waited is put into the ledger.
-
     def _forward_ended(self, _output: Any) -> None:
-        watch = self.watch
-        self._late.keep_forward(watch, self._micro_batch, self._untouched, evaluation=watch.evaluation)
+        self._keep_forward(evaluation=self.watch.evaluation)
 
-    # Loss and gradients.
+    def _keep_forward(self, *, evaluation: bool = False) -> None:
+        """Put what a forward has shown into the ledger, where reading has to wait."""
+        self._late.keep_forward(self.watch, self._micro_batch, self._untouched, evaluation=evaluation)
 
     def before_backward(self, loss: Tensor) -> None:
         """Test the loss itself before anything depends on it."""
         watch = self.watch
         self._told.begin()
-        # Until the step, to tell the order of backward if a gradient is bad; its saved tensors are freed by then.
-        self._loss = loss
         if not watch.immediate:
+            # Until the step, to tell the order of backward if a gradient is bad; its saved tensors are freed by then.
+            self._loss = loss
             # What methods of the model have called: no call of the model itself has ended.
-            self._late.keep_forward(watch, self._micro_batch, self._untouched, evaluation=False)
+            self._keep_forward()
         if not watch.immediate or self._told.forward or is_finite_scalar(loss):
             return
         stats = describe(loss)
-        if stats is not None and reaches(loss, watch.tracked.values()) and not self._accuse_batch():
+        if stats is None or not reaches(loss, watch.tracked.values()) or self._catch_up():
+            return
+        if not self._accuse_batch():
             value = loss.item() if loss.numel() == 1 else math.nan
             self._told.forward = self._told.step = True
             here = {**self._here_now(), "moment": Moment.BEFORE_BACKWARD, "evaluation": False}
@@ -191,32 +203,29 @@ class FiniteGuard(Guard):
             return
         if self.gradients and norms is not None and not watch.scaling and not self._told.step:
             bad = confirmed(watch, norms.names, norms.norms)
-            if bad and not self._accuse_batch():
+            if bad and not self._catch_up() and not self._accuse_batch():
                 self._told.step = True
                 here = {"step": watch.step, "micro_batch": micro_batch, "where": user_line()}
                 self._told.submit(watch.submit, bad_gradient(watch, bad, watch.loss, here))
-        self._loss = None
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Hand what waited to the host read that follows."""
-        self._state.note_before()
-        if not self.watch.immediate:
-            self._late.keep_forward(self.watch, self._micro_batch, self._untouched, evaluation=False)
+        if self.watch.immediate:
+            self._newest.tell(self.watch, self._state, self._told)
+        else:
+            self._keep_forward()
 
     def after_step(self, optimizer: Optimizer) -> None:
         """One fused norm over parameters and float buffers: NaN and infinity survive it."""
         self._micro_batch = 0
         watch = self.watch
-        self._state.note_after()
-        if watch.immediate:
-            norms = self._state.read()
-            if norms is not None:
-                watch.ledger.put("finite.state", norms)
-                total = sum(norms)
-                if total - total != 0.0:
-                    watch.pace.doubt()
-        elif (waiting := self._state.norms()) is not None:
-            watch.ledger.put("finite.state", waiting)
+        self._newest.measured = watch.step
+        if (norms := self._state.read() if watch.immediate else self._state.norms()) is not None:
+            watch.ledger.put("finite.state", norms)
+
+    def finish(self) -> Iterable[Finding]:
+        self._newest.tell(self.watch, self._state, self._told)
+        return ()
 
     def judge(self, seen: Observation) -> Iterable[Finding]:
         """What the host read brought: forward and gradients before the step, parameters and buffers after it."""
@@ -224,13 +233,14 @@ class FiniteGuard(Guard):
 
     def _judge(self, seen: Observation) -> Iterator[Finding]:
         if seen.moment is Moment.AFTER_STEP:
+            self._newest.take(seen)
             yield from self._judge_state(seen)
             if self.watch.immediate:
                 self._told.forward = self._told.step = False
             self._told.after = False
             return
         if not self.watch.immediate:
-            yield from self._judge_late(seen)
+            yield from judge_late(self.watch, self._late, self._state, self._context, self._told, seen)
         if seen.moment is Moment.BEFORE_STEP and not seen.skipped:
             gradients = self.gradients and not self._told.step
             yield from self._at_step.judge(self.watch, self._state, seen, gradients=gradients)
@@ -244,28 +254,9 @@ class FiniteGuard(Guard):
             if seen.skipped or not self.watch.immediate:
                 self._told.forward = self._told.step = False
 
-    def _judge_late(self, seen: Observation) -> Iterator[Finding]:
-        """One bad forward is told once, and nothing that follows from it in the same step."""
-        watch = self.watch
-        for index, shown, micro_batch, evaluation in self._late.masks(watch, seen.readings):
-            self._context.note_mask(watch, index, shown, self._here(micro_batch, evaluation=evaluation))
-        for trouble in self._late.troubles(watch, seen.readings, self._state.masks):
-            if isinstance(trouble.what, Blame):
-                self._told.step = self._told.step or not trouble.evaluation
-                here = self._here(trouble.micro_batch, evaluation=trouble.evaluation)
-                yield from verdict(watch, self._state, self._context, trouble.what, None, here)
-            elif not self._told.step:
-                self._told.step = True
-                here = {"step": watch.step, "micro_batch": trouble.micro_batch}
-                if isinstance(trouble.what, dict):
-                    yield bad_gradient(watch, trouble.what, trouble.loss, here)
-                else:
-                    here |= {"moment": Moment.BEFORE_BACKWARD}
-                    masks, diverging = self._context.mask_names(watch), self._context.diverging
-                    yield loss_outside(watch, trouble.what, None, None, masks, here, diverging=diverging)
-
     def _judge_state(self, seen: Observation) -> Iterator[Finding]:
         bad = self._state.turned_bad(seen.readings.get("finite.state", []))
         if bad and not self._told.after:
-            written = {name for name in bad if self._state.written_between(name)}
+            step = seen.optimizer, seen.step
+            written = {name for name in bad if self.watch.versions.written_between(name, step)}
             yield from bad_after_step(self.watch, bad, seen, written)

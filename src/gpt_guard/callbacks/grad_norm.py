@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpt_guard.callbacks import norm_findings
@@ -133,12 +133,38 @@ class GradNormMonitor(Guard):
     def after_backward(self) -> None:
         self._backwards += 1
 
-    def judge(self, seen: Observation) -> Iterator[Finding]:
+    def judge(self, seen: Observation) -> Iterable[Finding]:
         if seen.skipped or seen.evaluation:
-            return
+            return ()
         track = self._tracks.get(seen.optimizer)
         if track is None:
             track = self._tracks[seen.optimizer] = self._new_track()
+        if not self._is_usual(track, seen):
+            return self._judge(track, seen)
+        return () if track.scaling.told else track.clipping.judge(seen)
+
+    def _is_usual(self, track: NormTrack, seen: Observation) -> bool:
+        """Whether only clipping needs a look in this step: it is then counted. Nearly all steps are, after the first.
+
+        Tests what `_judge` does, in the same order; of one that is not usual nothing is counted here.
+        """
+        readings, norm = seen.readings, seen.grad_norm
+        if readings.get("grads_uncleared") or track.scaling.concerns(seen) or self._zero_ends:
+            return False
+        if self._depth is not None or not (self._missing is None or self._missing.settled(seen.optimizer)):
+            return False
+        if not norm or not seen.grad_norm_clipped or not norm <= self._warn_above:
+            return False
+        if not readings.get("backwards", self._backwards - track.backwards):
+            return False
+        factor = track.history.usual(norm, high=self._spike, low=self._vanish)
+        if not factor:
+            return False
+        track.backwards, track.zeros, track.empty, track.factor = self._backwards, 0, 0, factor
+        track.take_loss(seen.loss)
+        return True
+
+    def _judge(self, track: NormTrack, seen: Observation) -> Iterator[Finding]:
         # Zeros that were not cleared are no harm: a zero_grad() in the wrong place is told below. What the version
         # counters suspect must have been there: gradients cleared through .data look uncleared to them.
         uncleared = seen.readings.get("grads_uncleared", 0)
@@ -151,7 +177,7 @@ class GradNormMonitor(Guard):
         backwards, track.backwards = seen.readings.get("backwards", self._backwards - track.backwards), self._backwards
         if self._missing is not None and not self._missing.settled(seen.optimizer):
             # Which modules ran can only be asked at once.
-            self.watch.pace.doubt(1)
+            self.watch.pace.doubt(2)
             yield from self._missing.judge(seen)
         norm = seen.grad_norm
         if not norm or not seen.grad_norm_clipped or (not backwards and self._without_gradients(seen.optimizer)):
@@ -162,8 +188,10 @@ class GradNormMonitor(Guard):
         # Non-finite norms belong to FiniteGuard; here they only must not enter a history.
         if norm < math.inf:
             yield from self._judge_level(track, seen, norm)
-            if self._depth is not None and not self._depth.finished:
+            if self._depth is not None:
                 yield from self._depth.judge(seen)
+                if self._depth.finished:
+                    self._depth = None
             if not track.scaling.told:
                 yield from track.clipping.judge(seen)
 

@@ -46,6 +46,7 @@ class LoopOrder(Guard):
     """
 
     light: ClassVar[frozenset[str]] = frozenset()
+    late = True
 
     def __init__(self, *, uneven: float = 2.0, restart_factor: float = 1.1) -> None:
         check_types(LoopOrder, locals())
@@ -139,6 +140,7 @@ class LoopOrder(Guard):
     def mode_begins(self, module: nn.Module, training: bool) -> bool:
         """One call; false, since its end is of no interest."""
         if self._watch is not None and module is self._watch.model:
+            self._watch.settle()
             self._tail.mode_changed()
             if self._recorder is not None:
                 self._recorder.mode_changed(training)
@@ -148,11 +150,6 @@ class LoopOrder(Guard):
         """Never comes."""
 
     # What is said about it.
-
-    def due(self) -> bool:
-        """Whether this step is unlike the last one in anything that is followed outside of inspected steps."""
-        restart = self._restarts.get(0)
-        return self._recorder is not None or restart is None or restart.may_have(self.watch.lr) or not self._tail.plain
 
     def judge(self, seen: Observation) -> Iterator[Finding]:
         if seen.evaluation:

@@ -114,20 +114,28 @@ class LRTracker(Guard):
         if self._views and not self.watch.pace.full:
             self.watch.ledger.put(_SCHEDULE, [state_of(view.get()) for view in self._views])
 
-    def judge(self, seen: Observation) -> Iterator[Finding]:
-        if seen.evaluation or not seen.lr:
-            return
+    def judge(self, seen: Observation) -> Iterable[Finding]:
+        lr = seen.lr
+        if seen.evaluation or not lr:
+            return ()
         track = self._tracks.get(seen.optimizer)
         if track is None:
             track = self._tracks[seen.optimizer] = self._new_track()
         if seen.skipped:
             track.skipped += 1
-            return
+            return ()
+        # Without a scheduler, most of what `_judge` looks at is not there.
+        alone = self._looked and not self._views and self._expected is None and not track.resumed
+        if not alone or not track.take_usual(seen.step, lr):
+            return self._judge(track, seen)
+        found = self._judge_norm(track, seen)
+        return (lr_findings.vanished(seen, track, []), *found) if track.has_vanished(lr, self._vanishing) else found
+
+    def _judge(self, track: LRTrack, seen: Observation) -> Iterator[Finding]:
         if not self._looked:
             yield from self._look_for_schedulers()
         yield from self._judge_values(track, seen)
-        if self._views:
-            yield from self._judge_schedulers(track, seen)
+        yield from self._judge_schedulers(track, seen)
         expected = None
         if self._expected is not None and not track.off_schedule:
             expected = self._expected.at(seen.step, len(seen.lr))
@@ -193,9 +201,8 @@ class LRTracker(Guard):
         return [view for view in self._views if view.index == index]
 
     def _judge_zeros(self, track: LRTrack, seen: Observation, *, meant: bool) -> Iterator[Finding]:
-        if self._views:
-            for view in self._driving(seen.optimizer)[:1]:
-                track.position = view.last
+        for view in self._driving(seen.optimizer)[:1]:
+            track.position = view.last
         if any(seen.lr):
             track.zeros, track.was_positive = 0, True
             return
@@ -203,12 +210,14 @@ class LRTracker(Guard):
         if track.zeros == self._zero_steps and not meant and not track.told_vanished:
             yield lr_findings.zero(seen, track, [view.name for view in self._driving(seen.optimizer)])
 
-    def _judge_norm(self, track: LRTrack, seen: Observation) -> Iterator[Finding]:
-        if seen.grad_norm is None:
-            return
-        standing = track.history.take(seen.grad_norm, high=self._spike)
-        if standing is not None and standing.side == "high" and not standing.adopted and track.at_peak(seen.lr):
-            yield lr_findings.spike_at_peak(seen, standing, track, self._spike)
+    def _judge_norm(self, track: LRTrack, seen: Observation) -> Iterable[Finding]:
+        norm = seen.grad_norm
+        if norm is None or track.history.usual(norm, high=self._spike):
+            return ()
+        standing = track.history.take(norm, high=self._spike)
+        if standing is None or standing.side != "high" or standing.adopted or not track.at_peak(seen.lr):
+            return ()
+        return (lr_findings.spike_at_peak(seen, standing, track, self._spike),)
 
     def finish(self) -> Iterable[Finding]:
         # An exception on its way out ends a run before its time: a schedule by epochs may not have had its turn.

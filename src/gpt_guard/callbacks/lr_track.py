@@ -15,11 +15,15 @@ _LONG_SHARE = 0.05
 
 
 class LRTrack:
-    """Bounded memory for one optimizer; `last` and `before` are the lr of its last two steps, by group."""
+    """Bounded memory for one optimizer; `last` and `before` are the lr of its last two steps, by group.
+
+    `usual` is the last one that was looked at and found to be one that could be meant.
+    """
 
     def __init__(self, history: RobustHistory) -> None:
         self.history = history
         self.last: LearningRates = ()
+        self.usual: LearningRates = ()
         self.before: LearningRates = ()
         self.step = -1
         self.position: int | None = None
@@ -59,7 +63,18 @@ class LRTrack:
         if 0.0 <= top < math.inf:
             if top > self.highest:
                 self.highest, self.rose = top, self.total
-            self.lowest = min(self.lowest, top)
+            if top < self.lowest:
+                self.lowest = top
+
+    def take_usual(self, step: int, lr: LearningRates) -> bool:
+        """Take in an lr that could be meant, and is not 0 for all groups; of another nothing is noted: False."""
+        if lr != self.usual:
+            if not (any(lr) and all(0.0 <= each < math.inf for each in lr)):
+                return False
+            self.usual = lr
+        self.take(step, lr)
+        self.zeros, self.was_positive, self.skipped = 0, True, 0
+        return True
 
     def has_vanished(self, lr: LearningRates, share: float) -> bool:
         """Count this step if its lr, taken in already, is below that share of the highest; True once it has been long.
@@ -67,7 +82,10 @@ class LRTrack:
         Long is 10 steps in a row and 5 % of the run so far: a cosine over 100,000 steps spends its last 63 below a
         millionth of its peak, a cubic decay its last percent.
         """
-        self.vanished = self.vanished + 1 if 0.0 < max(lr, default=0.0) < share * self.highest else 0
+        if not 0.0 < max(lr, default=0.0) < share * self.highest:
+            self.vanished = 0
+            return False
+        self.vanished += 1
         long = self.vanished >= max(_LONG, _LONG_SHARE * self.total)
         told, self.told_vanished = self.told_vanished, self.told_vanished or long
         return long and not told

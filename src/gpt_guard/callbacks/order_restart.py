@@ -31,16 +31,6 @@ class Restart:
         self._looks = 0
         self._times = 0
 
-    def may_have(self, lr: tuple[float, ...]) -> bool:
-        """Whether these learning rates may be such a leap; if not, they are taken in as those of a step."""
-        last = self._last
-        if lr == last:
-            return False
-        if len(lr) != len(last) or any(now > before for now, before in zip(lr, last, strict=True)):
-            return True
-        self._last = lr
-        return False
-
     def judge(self, seen: Observation, optimizer: Optimizer, factor: float) -> Iterator[Finding]:
         """Take in the learning rates of one step."""
         last, self._last = self._last, seen.lr

@@ -29,11 +29,6 @@ class Tail:
         self._boundary = False
         self._before: list[int] = []
 
-    @property
-    def plain(self) -> bool:
-        """Whether each step has one backward, and nothing was left out: a step like the last one changes nothing."""
-        return self.size == 1 and self.regular >= _REGULAR and not (self._drops or self._boundary or self._since)
-
     def mode_changed(self) -> None:
         """`.train()` or `.eval()` was called."""
         self._boundary = True

@@ -19,9 +19,9 @@ class Columns:
 
     def __init__(
         self,
-        norm: list[float],
-        before: list[float],
-        share: list[float],
+        norm: Sequence[float],
+        before: Sequence[float],
+        share: Sequence[float],
         moved: float,
         held: float,
         largest: float,

@@ -140,9 +140,9 @@ class ParamDeltaProbe(Guard):
         self._last = plan.names, columns
         if self._returns.count(seen, columns):
             found = [*found, *self._returns.judge(self.watch, seen, plan.names)]
-        if not measured.closure and (ratio := moves.ratio_watch(index).judge(seen, plan.weights, moves.explained)):
-            found = [*found, *ratio]
-        history = moves.history(index)
+        ratio, history = moves.of(index)
+        if not measured.closure and (bad := ratio.judge(seen, plan.weights, moves.explained)):
+            found = [*found, *bad]
         weight = history.weigh(lr, seen.grad_norm)
         quiet = not plan.any_frozen and history.quiet(len(plan.names), columns.least, half=plan.any_half)
         if not quiet or measured.verdicts:

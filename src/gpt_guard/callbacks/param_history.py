@@ -76,10 +76,12 @@ class History:
 
     def weigh(self, lr: float, grad_norm: float | None) -> float:
         """What a step with this learning rate, the highest of its groups, and this gradient norm counts for."""
-        if grad_norm is not None and math.isfinite(grad_norm):
-            self.grad_peak = max(self.grad_peak, grad_norm)
+        if grad_norm is not None and self.grad_peak < grad_norm < math.inf:
+            self.grad_peak = grad_norm
         rising = self.lr_last > 0.0 and lr > self.lr_last * (1 + 1e-6)
-        self.lr_last, self.lr_peak = lr, max(self.lr_peak, lr)
+        self.lr_last = lr
+        if lr > self.lr_peak:
+            self.lr_peak = lr
         if not lr > 0.0 or lr < _FAR_BELOW_PEAK * self.lr_peak:
             return 0.0
         return _RISING if rising else 1.0

@@ -28,6 +28,7 @@ class Moves:
         self._ratio_bounds = ratio_bounds
         self._histories: dict[int, History] = {}
         self._ratio_watches: dict[int, RatioWatch] = {}
+        self._pairs: dict[int, tuple[RatioWatch, History]] = {}
 
     def history(self, index: int) -> History:
         """The counters of optimizer `index`."""
@@ -40,6 +41,13 @@ class Moves:
         if index not in self._ratio_watches:
             self._ratio_watches[index] = RatioWatch(*self._ratio_bounds)
         return self._ratio_watches[index]
+
+    def of(self, index: int) -> tuple[RatioWatch, History]:
+        """Both of optimizer `index`."""
+        pair = self._pairs.get(index)
+        if pair is None:
+            pair = self._pairs[index] = self.ratio_watch(index), self.history(index)
+        return pair
 
     def explained(self) -> bool:
         """Whether it has been said already why nothing moves."""

@@ -102,6 +102,9 @@ class Plan:
         self.keeps = self.host and self._plain and counted and not self.any_frozen
         self.kept = self.known = False
         self._versions: list[int] | None = None
+        # Noted once for all who ask, where the optimizer holds what the model does, in its order.
+        alike = len(self.tensors) == len(watch.versions.tensors) and all(map(is_, self.tensors, watch.versions.tensors))
+        self._noted = watch.versions if alike else None
 
     def outdated(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer holds other tensors by now, or one has other storage or was frozen; no device work."""
@@ -134,7 +137,11 @@ class Plan:
 
     def unwritten(self) -> bool:
         """Whether no version counter has moved since the last step: then the values are those that it left."""
-        self.kept = self.known = self.keeps and list(map(_VERSION, self.tensors)) == self._versions
+        if self.keeps:
+            now = list(map(_VERSION, self.tensors)) if self._noted is None else self._noted.before
+            self.kept = self.known = now == self._versions
+        else:
+            self.kept = self.known = False
         return self.known
 
     def take(self, *, known: bool, full: bool) -> bool:
@@ -159,7 +166,10 @@ class Plan:
             return False
         for sampler in self._host:
             sampler.note(later=later)
-        self._versions = list(map(_VERSION, self.tensors)) if self.kept else None
+        if not self.kept:
+            self._versions = None
+        else:
+            self._versions = list(map(_VERSION, self.tensors)) if self._noted is None else self._noted.after
         return True
 
     def figures(self, waiting: int) -> list[Columns | None]:

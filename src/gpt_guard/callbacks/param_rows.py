@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
+from itertools import compress
 from operator import mul
 
 import torch
@@ -20,6 +21,38 @@ from gpt_guard.callbacks.param_sample import NARROW, alike, layout, sample_view
 
 # Steps that may wait for their figures, as many as from one full step to the next.
 MOST_WAITING = 8
+
+
+class _Run:
+    """Views for the figures of so many steps that wait, up to slot `after`: made once, since calls of torch are dear.
+
+    What the steps changed is put behind the values, so that one reduction serves both.
+    """
+
+    def __init__(self, slots: Tensor, after: int, waiting: int) -> None:
+        first, count = after - waiting, slots.shape[1]
+        self._before, self._after = slots[first:after], slots[first + 1 : after + 1]
+        self._both = slots[first : after + 1 + waiting]
+        self._change = slots[after + 1 : after + 1 + waiting]
+        self.changes = self._change.unbind(0)
+        rows = 2 * waiting + 1
+        self._values, vector = _shared(rows * count + waiting, slots.dtype)
+        self._norms, self._largest = vector[: rows * count].view(rows, count), vector[rows * count :]
+        self._parts = [slice(row * count, (row + 1) * count) for row in range(rows)]
+
+    def read(self) -> tuple[list[Sequence[float]], Sequence[float]]:
+        """The norms of all values, oldest first, then those of each change; the largest element of each change."""
+        torch.sub(self._after, self._before, out=self._change)
+        torch.linalg.vector_norm(self._both, 2, 2, out=self._norms)
+        # The maximum norm of rows takes eight times as long as this.
+        torch.amax(self._change.abs_(), (1, 2), out=self._largest)
+        return [self._values[part] for part in self._parts], self._values[self._parts[-1].stop :]
+
+
+def _shared(count: int, dtype: torch.dtype) -> tuple[array[float], Tensor]:
+    """So many numbers that torch writes and Python reads: floats are made of those only that somebody asks for."""
+    values = array("d" if dtype is torch.float64 else "f", bytes(count * dtype.itemsize))
+    return values, torch.frombuffer(values, dtype=dtype)
 
 
 class HostRows:
@@ -39,22 +72,21 @@ class HostRows:
         self._views = [sample_view(tensor, size) for tensor in tensors]
         self._lengths = [view.numel() for view in self._views]
         dtype = torch.float64 if first.dtype is torch.float64 else torch.float32
-        # The first two take turns from step to step; the others are for steps that wait.
-        self._all = torch.zeros((MOST_WAITING + 2, count, size), dtype=dtype, device=first.device)
+        # The first two take turns from step to step; the next are for steps that wait, the last for what they changed.
+        self._all = torch.zeros((2 * MOST_WAITING + 2, count, size), dtype=dtype, device=first.device)
         self._slots = list(self._all.unbind(0))
         self._rows: list[list[Tensor]] = [[] for _ in self._slots]
         self._two = self._all[:2]
         self._at = 0
-        self._held: list[float] | None = None
-        # torch writes its results where Python reads them: a list of this costs a fifth of `Tensor.tolist()`.
-        self._values = array("d" if dtype is torch.float64 else "f", bytes((2 * count + 1) * dtype.itemsize))
-        vector = torch.frombuffer(self._values, dtype=dtype)
+        self._held: Sequence[float] | None = None
+        self._values, vector = _shared(2 * count + 1, dtype)
         self._norms, self._largest = vector[:-1].view(2, -1), vector[-1]
+        self._runs: dict[tuple[int, int], _Run] = {}
         self._scales = [
             math.sqrt(tensor.numel() / length) if counted else 0.0
             for tensor, length, counted in zip(tensors, self._lengths, counts, strict=True)
         ]
-        self._counted: list[int] | None = None
+        self._counted: list[bool] | None = None
 
     def _row(self, slot: int) -> list[Tensor]:
         if not self._rows[slot]:
@@ -90,44 +122,45 @@ class HostRows:
         after = self._at
         if waiting == 1 and after < 2:
             return [self._one(1 - after, after, keep=keep)]
-        run = self._all[after - waiting : after + 1]
-        changes = run[1:] - run[:-1]
-        norms: list[list[float]] = torch.linalg.vector_norm(changes, 2, 2).tolist()
-        held: list[list[float]] = torch.linalg.vector_norm(run, 2, 2).tolist()
-        # The maximum norm of rows takes eight times as long as this.
-        largest: list[float] = changes.abs_().amax((1, 2)).tolist()
-        found = [self._columns(*row) for row in zip(norms, held, changes.unbind(0), largest, strict=False)]
+        run = self._runs.get((after, waiting))
+        if run is None:
+            run = self._runs[after, waiting] = _Run(self._all, after, waiting)
+        norms, largest = run.read()
+        found = [
+            self._columns(norms[waiting + 1 + step], norms[step], run.changes[step], largest[step])
+            for step in range(waiting)
+        ]
         self._slots[0].copy_(self._slots[after])
-        self._at, self._held = 0, held[-1]
+        self._at, self._held = 0, norms[waiting]
         return found
 
     def _one(self, before: int, after: int, *, keep: bool) -> Columns:
         slots, count = self._slots, self._count
         if keep and self._held is None:
             torch.linalg.vector_norm(slots[before], 2, 1, out=self._norms[0])
-            self._held = self._values[:count].tolist()
+            self._held = self._values[:count]
         # In place of what is not needed again; the sign of a change doesn't matter to its norm.
         place, other = (before, after) if keep else (after, before)
         change = slots[place].sub_(slots[other])
         torch.linalg.vector_norm(self._two, 2, 2, out=self._norms)
         torch.linalg.vector_norm(change, math.inf, out=self._largest)
-        values = self._values.tolist()
+        values = self._values
         norms = values[:count], values[count:-1]
         held, self._held = (self._held, norms[other]) if keep else (norms[other], None)
         assert held is not None
         return self._columns(norms[place], held, change, values[-1])
 
-    def _columns(self, norm: list[float], held: list[float], change: Tensor, largest: float) -> Columns:
+    def _columns(self, norm: Sequence[float], held: Sequence[float], change: Tensor, largest: float) -> Columns:
         if self._counted is None:
             # A matrix that starts at zero (an adapter's second half, a zero-initialised projection) has no ratio yet.
-            self._counted = [place for place, scale in enumerate(self._scales) if scale and held[place] > 0.0]
-            self._scales = [self._scales[place] for place in self._counted]
+            self._counted = [bool(scale) and value > 0.0 for scale, value in zip(self._scales, held, strict=True)]
+            self._scales = list(compress(self._scales, self._counted))
         share = norm
         if self._narrow:
             moved = torch.count_nonzero(change, dim=1).tolist()
             share = [number / length for number, length in zip(moved, self._lengths, strict=True)]
         # A few products cost less here than in two more calls of torch.
         counted, scales = self._counted, self._scales
-        total = math.hypot(*map(mul, map(norm.__getitem__, counted), scales))
-        weight = math.hypot(*map(mul, map(held.__getitem__, counted), scales))
+        total = math.hypot(*map(mul, compress(norm, counted), scales))
+        weight = math.hypot(*map(mul, compress(held, counted), scales))
         return Columns(norm, held, share, total, weight, largest)

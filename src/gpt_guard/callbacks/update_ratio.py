@@ -46,11 +46,14 @@ class RatioWatch:
         if ratio is None or ratio - ratio != 0.0 or not seen.lr or not seen.grad_norm:
             return ()
         lr = max(seen.lr)
-        self._first_loss = seen.loss if self._first_loss is None else self._first_loss
+        if self._first_loss is None:
+            self._first_loss = seen.loss
         self._window.append(ratio)
         self._lr.append(lr)
-        self._lr_peak = max(self._lr_peak, lr)
-        self._largest = max(self._largest, ratio)
+        if lr > self._lr_peak:
+            self._lr_peak = lr
+        if ratio > self._largest:
+            self._largest = ratio
         if self._largest > self._high * _SUSPECT and weights >= _FEW:
             return self._judge_high(seen)
         if not ratio < self._low or not lr > 0.0 or _cut_down(seen) or "GG309" in self.said or explained():

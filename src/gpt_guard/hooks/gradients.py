@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from gpt_guard.hooks.tensors import readable
 
+_R = TypeVar("_R")
 _HALF = (torch.float16, torch.bfloat16)
 # Identity and version of a gradient that does not exist.
 _NONE = (0, -1)
@@ -159,12 +160,16 @@ def ordinary(parameters: Sequence[Tensor]) -> bool:
 
 def norms_of(values: list[Tensor]) -> tuple[Tensor, ...]:
     """One norm for each ordinary tensor; no graph is built, also where one hangs on them (create_graph=True)."""
+    return without_graph(torch._foreach_norm, values, 2.0)
+
+
+def without_graph(function: Callable[..., _R], *args: Any) -> _R:
+    """Call it as inside of torch.no_grad(), without the two microseconds that making one takes."""
     if not torch.is_grad_enabled():
-        return torch._foreach_norm(values, 2.0)
-    # What torch.no_grad() does, without the two microseconds that making it takes.
+        return function(*args)
     torch._C._set_grad_enabled(False)
     try:
-        return torch._foreach_norm(values, 2.0)
+        return function(*args)
     finally:
         torch._C._set_grad_enabled(True)
 

@@ -26,16 +26,28 @@ _OWN = tuple(f"gpt_guard.{part}." for part in ("hooks", "callbacks", "checks", "
 
 
 class _Watched:
-    """Who is told about one module; holds it, so that its id stays its own."""
+    """Who is told about one module, and of what; holds it, so that its id stays its own."""
 
-    __slots__ = ("enters", "leaves", "module", "told")
+    __slots__ = ("enter", "leave", "module", "told")
 
     def __init__(self, module: nn.Module, told: tuple[Told, ...]) -> None:
         self.module = module
         self.told = told
         hooks = [each.hook for each in told]
-        self.enters = tuple(hook.enter for hook in hooks if isinstance(hook, EntryHook))
-        self.leaves = tuple(hook.leave for hook in hooks if isinstance(hook, ReturnHook))
+        self.enter: Callable[..., None] | None = _all_of([hook.enter for hook in hooks if isinstance(hook, EntryHook)])
+        self.leave: Callable[..., None] | None = _all_of([hook.leave for hook in hooks if isinstance(hook, ReturnHook)])
+
+
+def _all_of(calls: list[Callable[..., None]]) -> Callable[..., None] | None:
+    """One call in place of several; most modules have one, which is called without anything between."""
+    if len(calls) < 2:
+        return calls[0] if calls else None
+
+    def each(*args: Any) -> None:
+        for call in calls:
+            call(*args)
+
+    return each
 
 
 _WATCHED: dict[int, _Watched] = {}
@@ -46,15 +58,15 @@ def watched_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # By this name `testing.reads` knows what only stands around code of others.
     original: Callable[..., Any] = self._call_impl
     # A compiler that traces through the call of a module with hooks must meet nothing of ours.
-    watched = None if is_dynamo_compiling() else _WATCHED.get(id(self))
-    if watched is None:
+    if is_dynamo_compiling():
         return original(*args, **kwargs)
-    if self._forward_pre_hooks and _gives_way(watched):
+    watched = _WATCHED.get(id(self))
+    if watched is None or (self._forward_pre_hooks and _gives_way(watched)):
         return original(*args, **kwargs)
-    for enter in watched.enters:
+    if (enter := watched.enter) is not None:
         enter(args, kwargs)
     output = original(*args, **kwargs)
-    for leave in watched.leaves:
+    if (leave := watched.leave) is not None:
         leave(output)
     return output
 

@@ -16,8 +16,20 @@ from gpt_guard.hooks.copies import Uncopied
 from gpt_guard.hooks.tensors import kind_of, readable, total, version_of, walk, watchable
 
 _FAST_KINDS = (torch.float32, torch.float64)
+_FLOAT32 = torch.float32
 _STRIDED = torch.strided
+_sum = torch.sum
 _is_grad_enabled = torch.is_grad_enabled
+
+
+class _Asked:
+    """In the place of `torch.compiler` where that keeps its flag elsewhere."""
+
+    _is_compiling_flag = property(lambda _: is_compiling())
+
+
+# What `is_compiling` returns: reading it there saves two calls for every module.
+_compiler: Any = torch.compiler if hasattr(torch.compiler, "_is_compiling_flag") else _Asked()
 
 
 class Tap(Protocol):
@@ -70,7 +82,8 @@ class EntryHook(Hook):
     __slots__ = ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module is self._module:
+        # A compiler traces through hooks of torch's: this it knows, while a flag of its own would become a guard.
+        if module is self._module and not is_compiling():
             self.enter(args, kwargs)
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -83,7 +96,7 @@ class ReturnHook(Hook):
     __slots__ = ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if module is self._module:
+        if module is self._module and not is_compiling():
             self.leave(output)
 
     def leave(self, output: Any) -> None:
@@ -100,12 +113,14 @@ class EntryNote(EntryHook):
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note it."""
-        # `listens` written out here too: a call less.
+        # `listens` written out here too, and `version_of`: two calls less.
         tap = self.tap
-        if is_compiling() or tap.paused or _is_tracing():
+        if tap.paused or _compiler._is_compiling_flag or _is_tracing():
             return
-        first = args[0] if args else None
-        version = version_of(first) if type(first) is Tensor else None
+        try:
+            version = args[0]._version if args and type(args[0]) is Tensor else None
+        except RuntimeError:
+            version = -1
         tap.entered[self.index] = (version, len(tap.order))
 
 
@@ -132,28 +147,29 @@ class OutputTest(ReturnHook):
 
     def leave(self, output: Any) -> None:
         """Test each tensor of it."""
-        # `listens` written out: a call less on every module.
+        # `listens` written out, as `quick_sum` below: calls less on nearly every module.
         tap = self.tap
-        if is_compiling() or tap.paused or _is_tracing():
+        if tap.paused or _compiler._is_compiling_flag or _is_tracing():
             return
         self._returned(self.index)
         if type(output) is Tensor:
             if output is tap.last() and version_of(output) == tap.last_version:
                 return
-            # `quick_sum` written out: a call less on nearly every module.
-            if output.dtype in _FAST_KINDS and output.layout is _STRIDED:
+            if output.dtype is _FLOAT32 and output.layout is _STRIDED:
                 graph = _is_grad_enabled()
-                _set_grad_enabled(False)
                 try:
-                    number = output.sum().item()
+                    if graph:
+                        _set_grad_enabled(False)
+                    number = _sum(output).item()
                     tap.last_version = output._version
                     tap.last = ref(output)
                 except RuntimeError:
                     number = measure(tap, self.index, output)
                 finally:
-                    _set_grad_enabled(graph)
+                    if graph:
+                        _set_grad_enabled(True)
             else:
-                number = measure(tap, self.index, output)
+                number = quick_sum(tap, self.index, output)
             # x - x is 0 for a finite number and NaN otherwise: cheaper than a call of math.isfinite.
             if number - number != 0.0:
                 tap.suspect(self.index, "", output)

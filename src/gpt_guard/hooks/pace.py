@@ -6,7 +6,7 @@ from typing import ClassVar
 
 
 class Pace:
-    """Full steps first, then one in eight; `full` tells which kind the step being prepared is.
+    """Full steps first, then one in sixteen; `full` tells which kind the step being prepared is.
 
     Some of what is measured repeats what version counters and calls have told already: the gradient norms just before
     a step that nothing or only `clip_grad_norm_` came before, the weights before a step when nobody has written to
@@ -18,7 +18,7 @@ class Pace:
     """
 
     first: ClassVar[int] = 20
-    every: ClassVar[int] = 8
+    every: ClassVar[int] = 16
 
     def __init__(self, *, light: bool) -> None:
         self.full = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from gpt_guard.hooks.gradients import fused_norms, norms_of, ordinary
 from gpt_guard.hooks.tensors import describe, looks_bad, readable, version_of, watchable
 from gpt_guard.records import TensorStats
-
-_VERSION = attrgetter("_version")
 
 
 class _Kept(NamedTuple):
@@ -48,10 +46,6 @@ class StateWatch:
         if not buffers:
             self.left_out |= set(self._buffers)
         self._measured: list[str] = []
-        self._all = list(self._parameters.values())
-        self._places = {name: place for place, name in enumerate(self._parameters)}
-        # `_judged` is what `_before` was at the step last noted: judged when the next has begun, where reading waits.
-        self._after, self._after_last, self._before, self._judged = (list[int]() for _ in range(4))
         self._kept = _Kept(-1, [], [], False)
 
     def settle(self) -> dict[str, TensorStats]:
@@ -63,7 +57,6 @@ class StateWatch:
         self.at_start = frozenset(bad)
         self.masks = frozenset(id(tensors[name]) for name, stats in bad.items() if stats.only_neg_inf)
         self._shapes = {name: tensor.shape for name, tensor in tensors.items() if name in self._buffers}
-        self.note_after()
         return bad
 
     def ignore(self, name: str) -> None:
@@ -150,15 +143,20 @@ class StateWatch:
                 self._measured.append(name)
         return fused_norms(values) if values else None
 
-    def turned_bad(self, norms: list[float]) -> dict[str, TensorStats]:
-        """Which tensors are non-finite, given the norms the host has read; a buffer that became a mask is not."""
+    def turned_bad(self, norms: list[float], spared: Callable[[str], bool] | None = None) -> dict[str, TensorStats]:
+        """Which tensors are non-finite, given the norms the host has read; a buffer that became a mask is not.
+
+        Those that are `spared` are left for somebody else to find.
+        """
         # A NaN or an infinity survives the sum; x - x is 0 for any other number.
         total = sum(norms)
         if total - total == 0.0:
             return {}
         tensors, bad = self._tensors(), {}
         for name, norm in zip(self._measured, norms, strict=True):
-            if norm - norm != 0.0 and name in tensors and (stats := describe(tensors[name])) is not None:
+            if norm - norm == 0.0 or name not in tensors or (spared is not None and spared(name)):
+                continue
+            if (stats := describe(tensors[name])) is not None:
                 self.left_out.add(name)
                 if not (stats.only_neg_inf and self._may_be_mask(name, stats)):
                     self.told.add(name)
@@ -176,25 +174,6 @@ class StateWatch:
         if key.startswith("running_") and "num_batches_tracked" in owner:
             return False
         return _mask_like(stats) or self._shapes.get(name) != stats.shape
-
-    def note_before(self) -> None:
-        """Note the versions of the parameters just before a step; host work only."""
-        self._before = self._versions()
-
-    def note_after(self) -> None:
-        """Note the versions of the parameters just after a step; host work only."""
-        self._after_last, self._after, self._judged = self._after, self._versions(), self._before
-
-    def _versions(self) -> list[int]:
-        try:
-            return list(map(_VERSION, self._all))
-        except RuntimeError:
-            return [version_of(parameter) for parameter in self._all]
-
-    def written_between(self, name: str) -> bool:
-        """Whether something wrote to a parameter between the last two steps, outside of both."""
-        place = self._places.get(name)
-        return place is not None and self._judged[place : place + 1] != self._after_last[place : place + 1]
 
     def buffer_versions(self) -> dict[int, int]:
         """Identity and version of each float buffer now: a forward that writes to one changes either."""

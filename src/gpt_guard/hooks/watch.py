@@ -16,6 +16,7 @@ from gpt_guard.hooks.gradients import GradNorms
 from gpt_guard.hooks.inspection import Inspection
 from gpt_guard.hooks.modes import ModeLog
 from gpt_guard.hooks.pace import Pace
+from gpt_guard.hooks.versions import ParameterVersions
 from gpt_guard.ledger import Ledger
 from gpt_guard.records import Finding
 
@@ -24,14 +25,15 @@ class Watch:
     """The model, the optimizers, the names of their parameters, and where the loop is now.
 
     `step` counts optimizer steps from 0 and names the one being prepared; `micro_batch` counts the backward calls for
-    it. `immediate` tells whether reading a value is free here (CPU); otherwise values go through `ledger`. `loss` is
-    what a backward was called on, in `after_backward` only; `grad_norms` are those of the last that reached the model.
-    `evaluating` is True inside of `guardian.evaluating()`, `evaluation` in every forward without gradients.
-    `scaling` is True while a GradScaler's scale is on the gradients, `closure` while a step evaluates a closure. `lr`
-    are the learning rates of a light step that begins; `settle()` has all steps judged that were made so far.
-    `inspection` tells whether this step is inspected, and of the calls in it, `pace` whether it is measured in full.
-    `logged` holds the newest numbers that the loop gave to `guardian.log()`. A shared parameter appears once, under its
-    first name.
+    it, `forwards` the training forwards since the last backward. `immediate` tells whether reading a value is free here
+    (CPU); otherwise values go through `ledger`. `loss` is what a backward was called on, in `after_backward` only;
+    `grad_norms` are those of the last that reached the model. `evaluating` is True inside of `guardian.evaluating()`,
+    `evaluation` in every forward without gradients. `scaling` is True while a GradScaler's scale is on the gradients,
+    `closure` while a step evaluates a closure. `versions` tells who wrote to the parameters. `lr` are the learning
+    rates of a light step that begins; `settle()` has all steps judged that were made so far. `inspection` tells whether
+    this step is inspected, and of the calls in it, `pace` whether it is measured in full. `forward_begins` are called
+    at each forward of the model, `full_forwards` after them where it is measured in full. `logged` holds the newest
+    numbers that the loop gave to `guardian.log()`. A shared parameter appears once, under its first name.
     """
 
     def __init__(
@@ -60,11 +62,12 @@ class Watch:
         self.submit = submit
         self.step = 0
         self.micro_batch = 0
+        self.forwards = 0
         self.evaluation = False
         self.evaluating = False
         self.scaling = False
         self.closure = False
-        self.lr: tuple[Any, ...] = ()
+        self.lr: list[Any] = []
         # Replaced by whoever keeps steps that are not judged yet.
         self.settle: Callable[[], None] = _nothing
         self.loss: Tensor | None = None
@@ -74,7 +77,9 @@ class Watch:
         self.modes_meant: set[str] = set()
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.extra: dict[str, Tensor] = {}
+        self.versions = ParameterVersions(self.parameters)
         self.forward_begins: list[Callable[[], None]] = []
+        self.full_forwards: list[Callable[[], None]] = []
         self.forward_ended: list[Callable[[Any], None]] = []
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._held: list[dict[str, Tensor]] = []

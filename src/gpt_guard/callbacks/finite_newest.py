@@ -1,0 +1,51 @@
+"""What the newest step has left of the model's state, where that was not looked at in the step itself."""
+
+from __future__ import annotations
+
+from gpt_guard.callbacks.finite_state import bad_after_step
+from gpt_guard.callbacks.finite_told import Told
+from gpt_guard.hooks.state import StateWatch
+from gpt_guard.hooks.watch import Watch
+from gpt_guard.records import Finding, Observation
+
+
+class NewestStep:
+    """Parameters and buffers after light steps: looked at once something else is bad, before a full step, and at exit.
+
+    A parameter that is not finite makes the outputs of its module so, in the next forward and before the next update.
+    Only what no forward has used since, such as an embedding row, can have been bad for longer: evidence `since` is the
+    last step after which all of the state was known to be finite. `measured` is that step.
+    """
+
+    def __init__(self) -> None:
+        self.measured = -1
+        self._seen: Observation | None = None
+
+    def take(self, seen: Observation) -> None:
+        """Note the observation of a step that was made."""
+        self._seen = seen
+
+    def tell(self, watch: Watch, state: StateWatch, told: Told) -> bool:
+        """Whether the newest step has spoilt the state; then it is told, and nothing of what follows from it."""
+        found = self.findings(watch, state)
+        if found:
+            told.forward = told.step = True
+        for each in found:
+            told.submit(watch.submit, each)
+        return bool(found)
+
+    def findings(self, watch: Watch, state: StateWatch) -> list[Finding]:
+        """What the newest step has made non-finite; reads the state, unless that was done since."""
+        newest = watch.step - 1
+        if not watch.immediate or self.measured >= newest:
+            return []
+        since, self.measured = self.measured, newest
+        bad = state.turned_bad(state.read() or [], watch.versions.written_since)
+        if not bad:
+            return []
+        watch.settle()
+        if self._seen is None:
+            return []
+        # A step that somebody had written to the parameters before is a full one: here nobody had.
+        found = bad_after_step(watch, bad, self._seen, set())
+        return [each.model_copy(update={"evidence": {**each.evidence, "since": since}}) for each in found]

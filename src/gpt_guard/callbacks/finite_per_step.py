@@ -1,0 +1,45 @@
+"""FiniteGuard where readings wait for the step: what they show, in the order in which it happened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from gpt_guard.callbacks.blame import Blame
+from gpt_guard.callbacks.finite_context import Context
+from gpt_guard.callbacks.finite_gradients import bad_gradient
+from gpt_guard.callbacks.finite_late import LateReadings
+from gpt_guard.callbacks.finite_loss import loss_outside
+from gpt_guard.callbacks.finite_told import Told
+from gpt_guard.callbacks.finite_verdict import verdict
+from gpt_guard.hooks.state import StateWatch
+from gpt_guard.hooks.watch import Watch
+from gpt_guard.records import Finding, Moment, Observation
+
+
+def here_in(watch: Watch, micro_batch: int, *, evaluation: bool) -> dict[str, Any]:
+    """Step and micro-batch of a forward, by the field names of Finding."""
+    place = {"step": watch.step, "moment": Moment.FORWARD, "evaluation": evaluation}
+    return place if evaluation else {**place, "micro_batch": micro_batch}
+
+
+def judge_late(
+    watch: Watch, late: LateReadings, state: StateWatch, context: Context, told: Told, seen: Observation
+) -> Iterator[Finding]:
+    """One bad forward is told once, and nothing that follows from it in the same step."""
+    for index, shown, micro_batch, evaluation in late.masks(watch, seen.readings):
+        context.note_mask(watch, index, shown, here_in(watch, micro_batch, evaluation=evaluation))
+    for trouble in late.troubles(watch, seen.readings, state.masks):
+        if isinstance(trouble.what, Blame):
+            told.step = told.step or not trouble.evaluation
+            here = here_in(watch, trouble.micro_batch, evaluation=trouble.evaluation)
+            yield from verdict(watch, state, context, trouble.what, None, here)
+        elif not told.step:
+            told.step = True
+            here = {"step": watch.step, "micro_batch": trouble.micro_batch}
+            if isinstance(trouble.what, dict):
+                yield bad_gradient(watch, trouble.what, trouble.loss, here)
+            else:
+                here |= {"moment": Moment.BEFORE_BACKWARD}
+                masks, diverging = context.mask_names(watch), context.diverging
+                yield loss_outside(watch, trouble.what, None, None, masks, here, diverging=diverging)

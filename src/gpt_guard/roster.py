@@ -82,7 +82,8 @@ class Roster:
 
     def call_light(self, moment: str, *args: Any) -> None:
         """Run one moment method of the guards that want it in a light step too."""
-        self._run(self._light[moment], args)
+        if calls := self._light[moment]:
+            self._run(calls, args)
 
     def _run(self, calls: list[tuple[Guard, Callable[..., None]]], args: tuple[Any, ...]) -> None:
         # As `_safely` does, without a call more for each guard.
@@ -97,6 +98,8 @@ class Roster:
     def due(self) -> bool:
         """Whether any guard has something to judge in this light step; each is asked."""
         found = False
+        if not self._asked:
+            return found
         for guard, due in self._asked:
             try:
                 if due():

@@ -135,6 +135,64 @@ def test_what_is_asked_for_is_there_at_once() -> None:
     assert report.clipped_share == 1.0
 
 
+def test_what_waits_is_judged_before_a_state_is_loaded() -> None:
+    sink, model = KeptLate(), net()
+    guardian, optimizer = watched(model, sink=sink)
+    with guardian:
+        state = guardian.state_dict()
+        for _ in train(model, optimizer, range(29)):
+            pass
+        assert len(sink.seen) < 29
+        guardian.load_state_dict(state)
+        assert [seen.step for seen in sink.seen] == list(range(29))
+        assert guardian.step == 0
+
+
+class Named(nn.Module):
+    """Is called with its input by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, *, x: Tensor) -> Tensor:
+        logits: Tensor = self.inner(x)
+        return logits
+
+
+def test_a_model_that_is_called_by_keyword_has_light_steps_too() -> None:
+    sink, model = KeptLate(), Named()
+    guardian, optimizer = watched(model, sink=sink)
+    light = 0
+    with guardian:
+        for step in range(40):
+            x, y = batch(step)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x=x), y).backward()
+            light += not pace(guardian).full
+            optimizer.step()
+    assert light >= 15
+    assert [seen.samples for seen in sink.seen] == [16 * (step + 1) for step in range(40)]
+
+
+def test_an_inspected_step_is_a_full_one() -> None:
+    model = net()
+    guardian, optimizer = watched(model, inspect_every=30)
+    inspected: list[bool] = []
+
+    def note(_step: int, _model: nn.Module, _optimizer: torch.optim.Optimizer) -> None:
+        assert guardian._session is not None
+        watch = guardian._session.watch
+        if watch.inspection.active:
+            inspected.append(watch.pace.full)
+
+    with guardian:
+        light = light_steps(guardian, train(model, optimizer, range(STEPS), note))
+    assert light
+    assert len(inspected) == 4
+    assert all(inspected)
+
+
 def test_an_output_that_waits_for_each_step_gets_it() -> None:
     sink, model = Kept(), net()
     guardian, optimizer = watched(model, sink=sink)
@@ -281,14 +339,22 @@ def test_a_write_that_counters_show_is_measured(act: Act) -> None:
 
 def test_other_kinds_of_loops_take_the_long_way_and_are_seen() -> None:
     for name, loop in LOOPS.items():
-        sink, model = KeptLate(), net()
-        guardian, optimizer = watched(model, sink=sink)
-        with guardian:
-            for _ in loop(model, optimizer):
-                pass
-        assert [seen.step for seen in sink.seen] == list(range(len(sink.seen))), name
-        assert len(sink.seen) == 40, name
-        assert not sink.found, (name, sink.found)
+        sinks: list[KeptLate] = []
+        for policy in ({"GG906": "record"}, None):
+            sinks.append(KeptLate())
+            model = net()
+            guardian, optimizer = watched(model, sink=sinks[-1], policy=policy)
+            with guardian:
+                for _ in loop(model, optimizer):
+                    pass
+        full, late = (sink.seen for sink in sinks)
+        assert [seen.step for seen in late] == list(range(40)), name
+        assert not sinks[1].found, (name, sinks[1].found)
+        for one, other in zip(full, late, strict=True):
+            assert one.micro_batches == other.micro_batches, (name, one.step)
+            assert one.loss == pytest.approx(other.loss, rel=1e-6), (name, one.step)
+            assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-6), (name, one.step)
+            assert one.grad_norm_clipped == pytest.approx(other.grad_norm_clipped, rel=1e-5), (name, one.step)
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -314,6 +380,51 @@ def now_and_then_accumulating(model: nn.Module, optimizer: torch.optim.Optimizer
             x, y = batch(3 * step + part)
             (F.cross_entropy(model(x), y) / parts).backward()
         optimizer.step()
+        yield step
+
+
+def accumulating_later(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
+    for step in range(40):
+        optimizer.zero_grad()
+        parts = 2 if step >= 27 else 1
+        for part in range(parts):
+            x, y = batch(2 * step + part)
+            (F.cross_entropy(model(x), y) / parts).backward()
+        optimizer.step()
+        yield step
+
+
+def leaving_a_step_out(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
+    for step in range(41):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        (F.cross_entropy(model(x), y) * (100.0 if step == 28 else 1.0)).backward()
+        if step == 28:
+            # What it did not step on counts nowhere, whatever kind of step comes next.
+            model.eval().train()
+            continue
+        optimizer.step()
+        yield step
+
+
+def stepping_twice(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
+    for step in range(39):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if step == 28:
+            optimizer.step()
+        yield step
+
+
+def with_a_closure_after_a_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
+    for step in range(40):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step((lambda loss=loss: float(loss.detach())) if step >= 27 else None)
         yield step
 
 
@@ -373,6 +484,10 @@ LOOPS: Mapping[str, Callable[[nn.Module, torch.optim.Optimizer], Iterator[int]]]
     for loop in (
         accumulating,
         now_and_then_accumulating,
+        accumulating_later,
+        leaving_a_step_out,
+        stepping_twice,
+        with_a_closure_after_a_backward,
         with_a_closure,
         scaled_late,
         evaluating_between,
@@ -423,6 +538,49 @@ def test_a_step_that_changes_nothing_is_told_little_later_than_in_full_steps() -
     assert [each.code for each in found] == ["GG301", "GG301"]
     first, later = (each.step or 0 for each in found)
     assert 34 <= first <= later <= first + 8
+
+
+class FailsOnce(torch.optim.AdamW):
+    """Raises instead of a step, once."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # as torch's own subclasses do
+        self.steps += 1
+        if self.steps == 28:
+            raise RuntimeError("no memory")
+        super().step(closure)
+
+
+def test_the_steps_after_one_that_raised_are_all_seen() -> None:
+    sink, model = KeptLate(), net()
+    optimizer = FailsOnce(model.parameters(), lr=1e-3)
+    with Guardian(model, optimizer, sinks=[sink]):
+        for step in range(40):
+            try:
+                next(train(model, optimizer, [step]))
+            except RuntimeError:
+                continue
+    assert [seen.step for seen in sink.seen] == list(range(39))
+    assert not sink.found
+
+
+class Broken(FiniteGuard):
+    """Fails itself at some step."""
+
+    def judge(self, seen: Observation) -> Iterable[Finding]:
+        if seen.step == 5:
+            raise ValueError("mine")
+        return super().judge(seen)
+
+
+def test_a_guard_that_is_switched_off_is_not_called_in_full_steps_any_more() -> None:
+    model = net()
+    guardian, optimizer = watched(model, guards=[Broken()])
+    with guardian:
+        light = light_steps(guardian, train(model, optimizer, range(40)))
+    assert guardian._desk.counts == {"GG906": 1}
+    assert light
 
 
 def test_guarded_is_bit_identical_through_light_steps() -> None:

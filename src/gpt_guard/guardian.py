@@ -219,6 +219,7 @@ class Guardian(Staged):
 
         Verifies before it changes anything; see `gpt_guard.load_checkpoint` for what it raises and what `strict` means.
         """
+        self._settled()
         parts = self._parts()
         loaded = load_checkpoint(path, parts.pop("model"), strict=strict, **parts)
         if loaded.guard_state:
@@ -261,6 +262,6 @@ class Guardian(Staged):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state, before entering; guards that were not there then start fresh."""
-        take_back(state, self._progress, self.guards)
+        take_back(state, self._settled(), self.guards)
         if self._session is not None:
             self._session.watch.inspection.restart()

@@ -66,6 +66,7 @@ class Lane:
         self._norms = RowNorms(self._learn)
         self._nothing = [None] * len(gradients.parameters)
         self._loss = 0.0
+        self._lr: list[Any] = []
         self._ids: list[int] = []
         # As a backward leaves them, and as the first `clip_grad_norm_` after it does.
         self._versions: list[int] = []
@@ -84,17 +85,17 @@ class Lane:
     def close(self) -> None:
         """Let everything go; may run twice."""
         self._clip.close()
-        self.began = self.ready = self.stepping = False
         self._learn, self._frozen = [], []
 
     # The backward.
 
     def backward_begins(self, losses: tuple[Tensor, ...]) -> bool:
         """Whether this backward is as usual so far: one finite loss with a graph, and no gradient there yet."""
-        self.began = self.ready = self.stepping = False
-        if not self._single:
+        if not self._single or len(losses) != 1 or losses[0].dim() or losses[0].grad_fn is None:
             return False
-        if len(losses) != 1 or losses[0].dim() or losses[0].grad_fn is None or self._unseen.since:
+        if self._unseen.since:
+            # The second of a step, or the first after one that no step has followed.
+            self._pace.doubt()
             return False
         # Not one by one: a list of None is compared by identity.
         if list(map(_GRAD, self._gradients.parameters)) != self._nothing:
@@ -106,7 +107,7 @@ class Lane:
             return False
         watch = self._watch
         self._loss, self.began = loss, True
-        self._steps.begin_light()
+        self._steps.begin_light(loss)
         self._gradients.forget()
         self._clip.begin()
         watch.micro_batch, watch.grad_norms = 0, None
@@ -165,12 +166,12 @@ class Lane:
         self.ready = False
         watch = self._watch
         lr = [group.get("lr") for group in optimizer.param_groups]
-        if lr != watch.lr:
+        if lr != self._lr:
             self._take_lr(lr)
         norms, due = watch.grad_norms, self._roster.due()
         if due or written or self._pace.full or norms is None or (factor := self._factor(norms)) is None:
             # The long way from here: what it has not seen itself.
-            watch.ledger.put("loss.0", self._loss)
+            watch.ledger.put("backwards", 1)
             return False
         self._readings = readings = {"loss.0": self._loss, "backwards": 1, "grad_norms": norms.norms, "clip": factor}
         for place, each in enumerate(lr):
@@ -184,7 +185,7 @@ class Lane:
 
     def _take_lr(self, lr: list[Any]) -> None:
         """A learning rate that rises may begin a schedule again: whoever looks for that wants to do so at once."""
-        last, self._watch.lr = self._watch.lr, lr
+        last, self._lr = self._lr, lr
         if not all(type(each) is float for each in lr):
             self._pace.never_light()
         elif len(lr) != len(last) or any(now > before for now, before in zip(lr, last, strict=True)):
@@ -192,8 +193,7 @@ class Lane:
 
     def _factor(self, norms: GradNorms) -> float | None:
         """What the gradients were multiplied by since the backward, told from calls or measured; None if not finite."""
-        known = self._told_factor()
-        if known is not None:
+        if (known := self._told_factor()) is not None:
             return known
         try:
             now = total_norm(self._norms.measure(self._grads()))
@@ -239,7 +239,10 @@ class Lane:
     # In full steps: is the short way right about this loop?
 
     def long_way(self) -> None:
-        """A backward begins that is measured in full."""
+        """A backward begins that is measured in full. After a light one it may be the second of a step."""
+        if self.ready:
+            self._gradients.recall(self._learn, zip(self._ids, self._versions, strict=False))
+        self.began = self.ready = self.stepping = False
         self._clip.begin()
 
     def note(self) -> None:

@@ -74,7 +74,9 @@ class Loop:
         watch = self._watch
         lane = self._lane
         if lane is not None:
-            if not (self._pace.full or watch.closure or self._use.seen) and lane.backward_begins(losses):
+            # An open step is one that has raised.
+            usual = not (self._pace.full or watch.closure or self._use.seen or self._open[0])
+            if usual and lane.backward_begins(losses):
                 watch.tap.paused, self._loss, self._stepped, watch.forwards = True, losses[0], False, 0
                 return True
             lane.long_way()
@@ -151,7 +153,7 @@ class Loop:
         watch.step, watch.closure = self._progress.steps[index], closure
         written = watch.versions.step_begins((index, watch.step))
         lane = self._lane
-        if lane is not None and lane.ready and lane.step_begins(watch.optimizers[index], written=written):
+        if lane is not None and lane.ready and lane.step_begins(watch.optimizers[index], written=written or closure):
             return
         if not closure:
             clearing = self._clearing[index]

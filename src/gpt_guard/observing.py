@@ -49,7 +49,7 @@ class BatchForm:
 
     def learn(self, inputs: Any) -> tuple[int, int]:
         """Samples and tokens in what the model was called with, and what it is like from now on."""
-        first = inputs[0][0] if inputs and inputs[0] else None
+        first = _main(inputs)
         if type(first) is Tensor and first.dim():
             self._dims, self._dtype = first.dim(), first.dtype
             self._ids = first.dim() == 2 and not (first.is_floating_point() or first.is_complex())
@@ -59,13 +59,19 @@ class BatchForm:
 
     def amount(self, inputs: Any) -> tuple[int, int] | None:
         """The same for one like the last that was learnt; None if it is not, or is a single row."""
-        args = inputs[0]
-        if not args or type(args[0]) is not Tensor or args[0].dtype is not self._dtype:
+        first = _main(inputs)
+        if type(first) is not Tensor or first.dtype is not self._dtype:
             return None
-        shape = args[0].shape
+        shape = first.shape
         if len(shape) != self._dims or shape[0] < 2:
             return None
         return shape[0], shape.numel() if self._ids else 0
+
+
+def _main(inputs: Any) -> Any:
+    """The first argument, or the first of those by name where no other is given."""
+    args, kwargs = inputs
+    return args[0] if args else next(iter(kwargs.values()), None)
 
 
 def observe(

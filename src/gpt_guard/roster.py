@@ -186,7 +186,8 @@ class Roster:
         self._guards = [other for other in self._guards if other is not guard]
         self._sort()
         if guard._watch is not None:
-            registered: tuple[list[Any], ...] = (guard._watch.forward_begins, guard._watch.forward_ended)
+            watch = guard._watch
+            registered: tuple[list[Any], ...] = (watch.forward_begins, watch.full_forwards, watch.forward_ended)
             for listeners in registered:
                 listeners[:] = [each for each in listeners if getattr(each, "__self__", None) is not guard]
         self.detach(guard)

@@ -98,6 +98,8 @@ class Session:
         watch.tap.shield(self.roster.listen)
         watch.tap.finish_setup()
         undo.callback(watch.inspection.close)
+        # An inspected step is never a light one, whoever asked for it.
+        watch.inspection.on_begin(watch.pace.doubt)
         watch.inspection.on_end(self._note_inspection)
         watch.inspection.rouse(self.roster.wake, self.roster.rest)
         watch.inspection.open(watch.step, optimizers=len(watch.optimizers))

@@ -132,10 +132,11 @@ class Steps:
 
     # Light steps, which Lane makes the observations of.
 
-    def begin_light(self) -> None:
-        """As `begin`, where no reading of an earlier step can be left."""
-        if self._losses or self._kept:
+    def begin_light(self, loss: float) -> None:
+        """As `begin`, with the loss at hand; it is there too if the step is measured in full after all."""
+        if self._kept:
             self.begin()
+        self._losses = {"loss.0": loss}
 
     def measure_light(self, optimizer: Optimizer) -> Readings:
         """Measure what a step has done; gives what the guards have put into the ledger."""

@@ -17,7 +17,6 @@ from gpt_guard.callbacks.finite_late import LateReadings
 from gpt_guard.callbacks.finite_loss import loss_outside
 from gpt_guard.callbacks.finite_newest import NewestStep
 from gpt_guard.callbacks.finite_per_step import here_in, judge_late
-from gpt_guard.callbacks.finite_state import bad_after_step
 from gpt_guard.callbacks.finite_step import AtStep
 from gpt_guard.callbacks.finite_told import Told
 from gpt_guard.callbacks.finite_verdict import bad_batch, verdict
@@ -90,7 +89,7 @@ class FiniteGuard(Guard):
         """Look at parameters and buffers once, then hook the forward."""
         super().attach(watch)
         self._state = StateWatch(watch.model, parameters=self.parameters, buffers=self.buffers)
-        self._newest.measured = watch.step - 1
+        self._newest.open(watch, lambda: watch.tap.listen(self._state_asked_for))
         if self.outputs:
             watch.tap.watch_outputs(self._suspect, self.ignore)
         # What is bad already may yet be loaded: it is told when a forward or a step uses it.
@@ -104,6 +103,7 @@ class FiniteGuard(Guard):
 
     def detach(self) -> None:
         """Drop what belongs to this stretch of the run."""
+        self._newest.close()
         self._begin()
         super().detach()
 
@@ -159,12 +159,18 @@ class FiniteGuard(Guard):
         for found in verdict(self.watch, self._state, self._context, culprit, tensor, here):
             self._told.submit(self.watch.submit, found)
 
-    def _accuse_batch(self) -> bool:
-        """Whether the training batch was bad: then it is told, since what goes bad after it follows from it."""
+    def _explained(self) -> bool:
+        """Whether a step has spoilt the state, or the batch was bad: told instead of what follows from it."""
+        if self._catch_up():
+            return True
         if self._batch is None or self._batch[1]["evaluation"]:
             return False
         self._accuse(self._batch[0], None, self._batch[1])
         return True
+
+    def _state_asked_for(self) -> None:
+        if not self.watch.tap.paused:
+            self._newest.tell(self.watch, self._state, self._told)
 
     def _forward_ended(self, _output: Any) -> None:
         self._keep_forward(evaluation=self.watch.evaluation)
@@ -185,14 +191,13 @@ class FiniteGuard(Guard):
         if not watch.immediate or self._told.forward or is_finite_scalar(loss):
             return
         stats = describe(loss)
-        if stats is None or not reaches(loss, watch.tracked.values()) or self._catch_up():
+        if stats is None or not reaches(loss, watch.tracked.values()) or self._explained():
             return
-        if not self._accuse_batch():
-            value = loss.item() if loss.numel() == 1 else math.nan
-            self._told.forward = self._told.step = True
-            here = {**self._here_now(), "moment": Moment.BEFORE_BACKWARD, "evaluation": False}
-            masks, diverging = self._context.mask_names(watch), self._context.diverging
-            self._told.submit(watch.submit, loss_outside(watch, value, loss, stats, masks, here, diverging=diverging))
+        value = loss.item() if loss.numel() == 1 else math.nan
+        self._told.forward = self._told.step = True
+        here = {**self._here_now(), "moment": Moment.BEFORE_BACKWARD, "evaluation": False}
+        masks, diverging = self._context.mask_names(watch), self._context.diverging
+        self._told.submit(watch.submit, loss_outside(watch, value, loss, stats, masks, here, diverging=diverging))
 
     def after_backward(self) -> None:
         """Look at the gradients before clipping can spread one NaN to all of them."""
@@ -203,7 +208,7 @@ class FiniteGuard(Guard):
             return
         if self.gradients and norms is not None and not watch.scaling and not self._told.step:
             bad = confirmed(watch, norms.names, norms.norms)
-            if bad and not self._catch_up() and not self._accuse_batch():
+            if bad and not self._explained():
                 self._told.step = True
                 here = {"step": watch.step, "micro_batch": micro_batch, "where": user_line()}
                 self._told.submit(watch.submit, bad_gradient(watch, bad, watch.loss, here))
@@ -233,8 +238,7 @@ class FiniteGuard(Guard):
 
     def _judge(self, seen: Observation) -> Iterator[Finding]:
         if seen.moment is Moment.AFTER_STEP:
-            self._newest.take(seen)
-            yield from self._judge_state(seen)
+            yield from self._newest.take(self.watch, self._state, seen, explained=self._told.after)
             if self.watch.immediate:
                 self._told.forward = self._told.step = False
             self._told.after = False
@@ -253,10 +257,3 @@ class FiniteGuard(Guard):
             self._told.after = self._told.after or self._told.step
             if seen.skipped or not self.watch.immediate:
                 self._told.forward = self._told.step = False
-
-    def _judge_state(self, seen: Observation) -> Iterator[Finding]:
-        bad = self._state.turned_bad(seen.readings.get("finite.state", []))
-        if bad and not self._told.after:
-            step = seen.optimizer, seen.step
-            written = {name for name in bad if self.watch.versions.written_between(name, step)}
-            yield from bad_after_step(self.watch, bad, seen, written)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
 from gpt_guard.callbacks.finite_state import bad_after_step
 from gpt_guard.callbacks.finite_told import Told
+from gpt_guard.hooks.copies import Uncopiable, Uncopied
 from gpt_guard.hooks.state import StateWatch
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Observation
@@ -11,6 +17,8 @@ from gpt_guard.records import Finding, Observation
 
 class NewestStep:
     """Parameters and buffers after light steps: looked at once something else is bad, before a full step, and at exit.
+
+    Also before they are given out to be saved.
 
     A parameter that is not finite makes the outputs of its module so, in the next forward and before the next update.
     Only what no forward has used since, such as an embedding row, can have been bad for longer: evidence `since` is the
@@ -20,10 +28,28 @@ class NewestStep:
     def __init__(self) -> None:
         self.measured = -1
         self._seen: Observation | None = None
+        self._handle: Uncopiable | None = None
 
-    def take(self, seen: Observation) -> None:
-        """Note the observation of a step that was made."""
+    def open(self, watch: Watch, asked: Callable[[], None]) -> None:
+        """Begin; where reading is free, `asked` is called before the model's `state_dict()` gives out any state."""
+        self.measured = watch.step - 1
+        if watch.immediate and hasattr(watch.model, "register_state_dict_pre_hook"):
+            self._handle = Uncopiable(watch.model.register_state_dict_pre_hook(_Asked(watch.model, asked)))
+
+    def close(self) -> None:
+        """Stop; may run twice."""
+        if self._handle is not None:
+            self._handle.remove()
+
+    def take(self, watch: Watch, state: StateWatch, seen: Observation, *, explained: bool) -> Iterable[Finding]:
+        """Note the observation of a step that was made; if it measured the state, what has turned bad in it."""
         self._seen = seen
+        bad = state.turned_bad(seen.readings.get("finite.state", []))
+        if not bad or explained:
+            return ()
+        step = seen.optimizer, seen.step
+        written = {name for name in bad if watch.versions.written_between(name, step)}
+        return bad_after_step(watch, bad, seen, written)
 
     def tell(self, watch: Watch, state: StateWatch, told: Told) -> bool:
         """Whether the newest step has spoilt the state; then it is told, and nothing of what follows from it."""
@@ -49,3 +75,17 @@ class NewestStep:
         # A step that somebody had written to the parameters before is a full one: here nobody had.
         found = bad_after_step(watch, bad, self._seen, set())
         return [each.model_copy(update={"evidence": {**each.evidence, "since": since}}) for each in found]
+
+
+class _Asked(Uncopied):
+    """A hook on `state_dict()` of one model."""
+
+    __slots__ = ("_asked", "_module")
+
+    def __init__(self, module: nn.Module, asked: Callable[[], None]) -> None:
+        self._module = module
+        self._asked = asked
+
+    def __call__(self, module: nn.Module, _prefix: str, _keep_vars: Any) -> None:
+        if module is self._module:
+            self._asked()

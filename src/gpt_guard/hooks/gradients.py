@@ -68,6 +68,11 @@ class Gradients:
         """Remember that no parameter has a gradient: somebody has looked."""
         self._mark = self._nothing
 
+    def recall(self, parameters: Iterable[Tensor], states: Iterable[tuple[int, int]]) -> None:
+        """Remember these identities and versions for the gradients of these parameters, and none for the others."""
+        known = dict(zip(map(id, parameters), states, strict=False))
+        self._mark = [known.get(id(parameter), _NONE) for parameter in self.parameters]
+
     def now(self) -> list[tuple[int, int]]:
         """Identity and version of each gradient now; remembers nothing."""
         return _state(self.current())

@@ -29,11 +29,11 @@ class Watch:
     (CPU); otherwise values go through `ledger`. `loss` is what a backward was called on, in `after_backward` only;
     `grad_norms` are those of the last that reached the model. `evaluating` is True inside of `guardian.evaluating()`,
     `evaluation` in every forward without gradients. `scaling` is True while a GradScaler's scale is on the gradients,
-    `closure` while a step evaluates a closure. `versions` tells who wrote to the parameters. `lr` are the learning
-    rates of a light step that begins; `settle()` has all steps judged that were made so far. `inspection` tells whether
-    this step is inspected, and of the calls in it, `pace` whether it is measured in full. `forward_begins` are called
-    at each forward of the model, `full_forwards` after them where it is measured in full. `logged` holds the newest
-    numbers that the loop gave to `guardian.log()`. A shared parameter appears once, under its first name.
+    `closure` while a step evaluates a closure. `versions` tells who wrote to the parameters. `settle()` has all
+    steps judged that were made so far. `inspection` tells whether this step is inspected, and of the calls in it,
+    `pace` whether it is measured in full. `forward_begins` are called at each forward of the model, `full_forwards`
+    after them where it is measured in full. `logged` holds the newest numbers that the loop gave to `guardian.log()`.
+    A shared parameter appears once, under its first name.
     """
 
     def __init__(
@@ -67,7 +67,6 @@ class Watch:
         self.evaluating = False
         self.scaling = False
         self.closure = False
-        self.lr: list[Any] = []
         # Replaced by whoever keeps steps that are not judged yet.
         self.settle: Callable[[], None] = _nothing
         self.loss: Tensor | None = None

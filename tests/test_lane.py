@@ -244,6 +244,33 @@ def test_a_finding_of_a_light_step_is_told_within_eight_and_under_its_own_step()
         assert found.history[-1].step == 29
 
 
+class NowAndThen(Guard):
+    """Wants to be asked at its step, in one of five."""
+
+    light = frozenset()
+
+    def __init__(self) -> None:
+        self.judged: list[int] = []
+
+    def due(self) -> bool:
+        return self.watch.step % 5 == 0
+
+    def judge(self, seen: Observation) -> Iterable[Finding]:
+        self.judged.append(seen.step)
+        return ()
+
+
+def test_a_guard_that_is_not_due_is_not_called_in_a_light_step() -> None:
+    model, guard = net(), NowAndThen()
+    guardian, optimizer = watched(model, guards=[guard])
+    with guardian:
+        light = light_steps(guardian, train(model, optimizer, range(STEPS)))
+    # The first that might be light is full once more: no learning rate is known to compare with.
+    left_out = {step for step in light if step % 5 and min(light) < step < STEPS}
+    assert left_out
+    assert guard.judged == [step for step in range(STEPS) if step not in left_out]
+
+
 def test_who_looks_at_the_findings_hears_of_it_at_once() -> None:
     model = net()
     guardian, optimizer = watched(model, guards=[Spikes()])
@@ -538,6 +565,53 @@ def test_a_step_that_changes_nothing_is_told_little_later_than_in_full_steps() -
     assert [each.code for each in found] == ["GG301", "GG301"]
     first, later = (each.step or 0 for each in found)
     assert 34 <= first <= later <= first + 8
+
+
+class Order(Guard):
+    """Notes what it is told of, and when."""
+
+    late = True
+    light = frozenset()
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int]] = []
+
+    def after_backward(self) -> None:
+        self.told.append(("backward", self.watch.step))
+
+    def judge(self, seen: Observation) -> Iterable[Finding]:
+        self.told.append(("judged", seen.step))
+        return ()
+
+
+def test_what_waits_is_judged_before_a_guard_is_told_of_the_next_backward() -> None:
+    model, guard = net(), Order()
+    guardian, optimizer = watched(model, guards=[guard])
+    with guardian:
+        for _ in accumulating_later(model, optimizer):
+            pass
+    assert ("backward", 26) not in guard.told
+    first = guard.told.index(("backward", 27))
+    assert [step for what, step in guard.told[:first] if what == "judged"] == list(range(27))
+
+
+def test_a_mode_set_by_a_call_is_seen_where_only_parts_of_the_model_are_called() -> None:
+    sink, model = KeptLate(), net()
+    guardian, optimizer = watched(model, sink=sink)
+    light = set()
+    with guardian:
+        for step in range(40):
+            x, y = batch(step)
+            optimizer.zero_grad()
+            if step == 25:
+                model.eval()
+            for part in model.children():
+                x = part(x)
+            F.cross_entropy(x, y).backward()
+            light |= set() if pace(guardian).full else {step}
+            optimizer.step()
+    assert 24 in light
+    assert told(sink) == [("GG503", 25)]
 
 
 class FailsOnce(torch.optim.AdamW):

@@ -59,6 +59,12 @@ class Forwards:
         progress.samples += samples
         progress.tokens += tokens
 
+    def passed_by(self) -> None:
+        """A backward begins without a call of the model itself: modes count also where only parts are called."""
+        if self._watch.modes.changes != self._modes:
+            self._unlike()
+            self._modes = self._watch.modes.changes
+
     def _unlike(self) -> None:
         """This step is to be measured in full; what waits is judged before anybody looks at it."""
         if not self._pace.full:

@@ -187,20 +187,14 @@ class Guardian(Staged):
         return make_report(self._subject.model(), self.guards, self._desk, self._settled(), unseen)
 
     def log(self, **metrics: Any) -> None:
-        """Note numbers of your own under the newest step: numbers, NaN too, or tensors of one element, which are read.
-
-        Raises GuardUsageError, naming the metric, for anything else.
-        """
+        """Note numbers of your own under the newest step; tensors of one element are read, others a GuardUsageError."""
         numbers = arguments.checked_metrics(metrics)
         self._settled().log(numbers)
         self._desk.log(max(self._progress.step - 1, 0), numbers)
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        """Evaluate inside: eval mode and no-grad; each module gets its own mode back afterwards.
-
-        What happens inside is marked as evaluation. Works inside and outside of an active Guardian.
-        """
+        """Evaluate inside, in eval mode and no-grad; each module gets its own mode back. Needs no active Guardian."""
         model, _ = self._subject.alive()
         with evaluation_mode(model, self._session.loop if self._session is not None else None):
             yield model
@@ -217,7 +211,7 @@ class Guardian(Staged):
     def load(self, path: str | Path, *, strict: bool = True) -> LoadedCheckpoint:
         """Go on from a checkpoint: weights, optimizer, scheduler, scaler, and the Guardian's own counts and histories.
 
-        Verifies before it changes anything; see `gpt_guard.load_checkpoint` for what it raises and what `strict` means.
+        Verifies before it changes anything; `gpt_guard.load_checkpoint` says what it raises and what `strict` means.
         """
         self._settled()
         parts = self._parts()
@@ -242,10 +236,7 @@ class Guardian(Staged):
         return self._session.inspect(steps)
 
     def watch_loss(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
-        """Tell the replay of a function outside of the model that gives the loss: `loss_of = guardian.watch_loss(f)`.
-
-        Also a decorator; returns what the function returns, and keeps its arguments by reference until the step ends.
-        """
+        """Tell the replay of a loss function outside of the model: `f = guardian.watch_loss(f)`, or as a decorator."""
         return self._replayer.watch_loss(function)
 
     def replay(self) -> Outcome:

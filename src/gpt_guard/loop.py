@@ -23,7 +23,7 @@ from gpt_guard.unseen import Unseen
 
 
 class Loop:
-    """Listens to forward, backward, optimizer and scaler.
+    """Listens to backward and optimizer; `forwards` listens to the model, `scaler` to GradScalers.
 
     `evaluating` is True inside of `guardian.evaluating()`; `unseen` counts what passes by, and says what it missed.
     """
@@ -71,15 +71,18 @@ class Loop:
         """False for a backward in a thread that has not called this model, while another has: it is not ours."""
         if self._threads and get_ident() not in self._threads:
             return False
-        watch = self._watch
-        lane = self._lane
+        watch, lane = self._watch, self._lane
         if lane is not None:
+            if not watch.forwards:
+                self.forwards.passed_by()
             # An open step is one that has raised.
             usual = not (self._pace.full or watch.closure or self._use.seen or self._open[0])
             if usual and lane.backward_begins(losses):
                 watch.tap.paused, self._loss, self._stepped, watch.forwards = True, losses[0], False, 0
                 return True
             lane.long_way()
+            # Guards that are told of each backward have seen the steps before it by then.
+            self._backlog.settle()
         watch.tap.paused = True
         if not watch.closure:
             self._open = [0] * len(self._open)
@@ -107,8 +110,10 @@ class Loop:
         """Measure the gradients, if this backward was ours."""
         watch, loss, lane = self._watch, self._loss, self._lane
         watch.tap.paused, self._loss = False, None
-        if lane is not None and lane.began and lane.backward_ended():
-            return
+        if lane is not None and lane.began:
+            if lane.backward_ended():
+                return
+            self._backlog.settle()
         grads = self._gradients.current()
         ours = self._gradients.touched(grads)
         self._scale.backward_ended(ours=ours)
@@ -149,10 +154,9 @@ class Loop:
             return
         self.scaler.fired, self._observed = True, None
         self.unseen.step()
-        watch = self._watch
+        watch, lane = self._watch, self._lane
         watch.step, watch.closure = self._progress.steps[index], closure
         written = watch.versions.step_begins((index, watch.step))
-        lane = self._lane
         if lane is not None and lane.ready and lane.step_begins(watch.optimizers[index], written=written or closure):
             return
         if not closure:

@@ -130,7 +130,7 @@ class Steps:
         if self._watch.immediate:
             self.read()
 
-    # Light steps, which Lane makes the observations of.
+    # Light steps: Lane measures them, Backlog makes their observations.
 
     def begin_light(self, loss: float) -> None:
         """As `begin`, with the loss at hand; it is there too if the step is measured in full after all."""

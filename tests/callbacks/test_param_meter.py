@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from gpt_guard.callbacks.param_meter import LATER, Meter
+from gpt_guard.callbacks.param_meter import Meter
 from gpt_guard.hooks.pace import Pace
 from gpt_guard.hooks.versions import ParameterVersions
-from gpt_guard.ledger import Ledger
+from gpt_guard.ledger import LATER, Ledger
 from gpt_guard.records import Moment, Observation
 
 from ..callbacks.light_loops import clip, net

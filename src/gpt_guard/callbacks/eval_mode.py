@@ -9,16 +9,14 @@ import torch
 
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.eval_graphs import UnusedGraphs
+from gpt_guard.callbacks.eval_off import off_in_training
 from gpt_guard.callbacks.eval_spectral import Unestimated
 from gpt_guard.callbacks.eval_unfrozen import BeganInEval
 from gpt_guard.callbacks.eval_words import (
     EACH_STEP,
     ONE_BY_ONE,
     Suspicion,
-    Who,
-    call,
     evaluated_in_training,
-    trained_in_eval,
 )
 from gpt_guard.callbacks.mode_rhythm import Rhythm
 from gpt_guard.callbacks.mode_sensitive import (
@@ -217,10 +215,10 @@ class EvalModeAssert(Guard):
             self._graphs.backward()
         self._judge_rhythm()
         modes, self._trained_modes = self._trained_modes, None
+        if modes is None and light:
+            modes = self._known_modes or [module.training for module in self._modules]
         if modes is None:
-            if not light or self._known_modes is None:
-                return
-            modes = self._known_modes
+            return
         self._known_modes = modes
         first = self._root_trains and self._all_trained < 0 and not self._trained
         yield from self._began.judge(self.watch, seen.step, self._sensitive, modes, first=first)
@@ -237,28 +235,9 @@ class EvalModeAssert(Guard):
         return max(self._trained.get(module.path, -1), self._all_trained)
 
     def _judge_off(self, step: int, off: list[Sensitive]) -> Iterable[Finding]:
-        changed = [each for each in off if self._last_trained(each) >= 0]
-        if not changed:
-            # From the start: parts frozen on purpose sit in a model that itself is in training mode.
-            if len(off) == len(self._sensitive) and not self._root_trains:
-                yield from self._finding(
-                    "GG502", step, off, "They were in eval mode from the first step on.", ["never_train"]
-                )
-            return
-        who = self.watch.modes.who(training=False, of=changed[0].path)
-        last = max(self._last_trained(each) for each in changed)
-        story = f"They were in training mode until step {last}"
-        story += f"; {call('eval', who)[:-1]} and never undone." if who else "."
-        if len(off) == len(self._sensitive):
-            yield from self._finding("GG503", step, off, story, ["eval_not_undone"], who)
-        else:
-            yield from self._finding("GG504", step, changed, story, ["part_eval"], who)
-
-    def _finding(
-        self, code: str, step: int, off: list[Sensitive], story: str, likely: list[str], who: Who | None = None
-    ) -> Iterable[Finding]:
-        found = trained_in_eval(code, step, off, len(self._sensitive), story, likely, who)
-        if found.cause_id not in self._said:
+        last = [self._last_trained(each) for each in off]
+        found = off_in_training(self.watch, step, off, last, len(self._sensitive), whole=not self._root_trains)
+        if found is not None and found.cause_id not in self._said:
             self._said.add(str(found.cause_id))
             yield found
 

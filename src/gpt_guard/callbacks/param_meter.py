@@ -14,10 +14,9 @@ from gpt_guard.callbacks.param_plan import Plan
 from gpt_guard.callbacks.param_rows import MOST_WAITING
 from gpt_guard.callbacks.param_sample import Change, overall
 from gpt_guard.hooks.watch import Watch
+from gpt_guard.ledger import LATER
 from gpt_guard.records import Observation
 
-# The reading that is a function, and gives further readings when it is called.
-LATER = "later"
 # Steps with the same values before them, and one more, that make `Undone` suspicious.
 _WRITTEN = 4
 

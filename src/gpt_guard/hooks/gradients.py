@@ -32,7 +32,6 @@ class Gradients:
     """
 
     def __init__(self, parameters: dict[str, Tensor]) -> None:
-        self._by_name = parameters
         self.names = list(parameters)
         self.parameters = list(parameters.values())
         self._mark: list[tuple[int, int]] = []

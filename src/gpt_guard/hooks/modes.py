@@ -72,8 +72,12 @@ class ModeLog:
 
 
 def _around(original: Any, listeners: tuple[ModeLog, ...], module: nn.Module, mode: bool = True) -> Any:
-    noted = [log for log in listeners if log.mode_begins(module, mode)]
+    noted: list[ModeLog] = []
     try:
+        # One after the other: a listener that halts must not leave those before it inside of a call.
+        for log in listeners:
+            if log.mode_begins(module, mode):
+                noted.append(log)
         return original(module, mode)
     finally:
         for log in noted:

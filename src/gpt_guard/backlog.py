@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from gpt_guard.desk import Desk
+from gpt_guard.hooks.neutral import neutral, transformed
 from gpt_guard.ledger import Readings
 from gpt_guard.observing import complete, observe
 from gpt_guard.progress import Progress
@@ -41,13 +42,17 @@ class Backlog:
         self._rows.append(row)
 
     def settle(self) -> None:
-        """Judge all that waits; raises what halts. Does nothing while it is at work: a finding asks for it too."""
-        if self._judging:
+        """Judge all that waits; raises what halts. Does nothing while it is at work: a finding asks for it too.
+
+        Nor inside of a transform such as vmap, where no figure can be worked out: what waits then waits for longer.
+        """
+        if self._judging or not self._rows or transformed():
             return
         self._judging = True
         try:
-            while self._rows:
-                self._judge(self._rows.popleft())
+            with neutral():
+                while self._rows:
+                    self._judge(self._rows.popleft())
         finally:
             self._judging = False
 

@@ -68,9 +68,7 @@ class Lane:
         self._loss = 0.0
         self._lr: list[Any] = []
         self._ids: list[int] = []
-        # As a backward leaves them, and as the first `clip_grad_norm_` after it does.
         self._versions: list[int] = []
-        self._clipped_versions: list[int] = []
         self._readings: Readings = {}
         # Whether the last step that was measured in full had one backward.
         self._single = False
@@ -143,7 +141,8 @@ class Lane:
             self._pace.doubt()
             self._divide()
             return None
-        self._ids = list(map(id, grads))
+        # Of this very backward: other steps may leave other counts.
+        self._ids, self._versions = list(map(id, grads)), list(map(_VERSION, grads))
         return GradNorms(self._names, norms)
 
     def _divide(self) -> None:
@@ -217,7 +216,7 @@ class Lane:
             return None
         if not self._clip.calls:
             return 1.0 if versions == self._versions else None
-        return self._clip.factor if versions == self._clipped_versions else None
+        return self._clip.factor if versions == [version + 1 for version in self._versions] else None
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Measure what the step has done, and keep it; judge all that is kept once the next step is a full one."""
@@ -250,7 +249,6 @@ class Lane:
         self._divide()
         grads = [grad for grad in self._grads() if grad is not None]
         self._ids, self._versions = list(map(id, grads)), list(map(version_of, grads))
-        self._clipped_versions = [version + 1 for version in self._versions]
 
     def verify(self, before: float | None, now: float | None) -> None:
         """Compare what counters and calls tell with the norms that were measured after backward and before the step."""

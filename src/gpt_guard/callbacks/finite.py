@@ -134,7 +134,7 @@ class FiniteGuard(Guard):
         self.watch.settle()
         if self._looked_at != self.watch.tap.calls:
             self._forward_begins()
-        return self._newest.tell(self.watch, self._state, self._told)
+        return self._newest.tell(self.watch, self._state, self._told, used=True)
 
     def _here_now(self) -> dict[str, Any]:
         return here_in(self.watch, self._micro_batch, evaluation=self.watch.evaluation) | {"where": user_line()}

@@ -51,16 +51,19 @@ class NewestStep:
         written = {name for name in bad if watch.versions.written_between(name, step)}
         return bad_after_step(watch, bad, seen, written)
 
-    def tell(self, watch: Watch, state: StateWatch, told: Told) -> bool:
-        """Whether the newest step has spoilt the state; then it is told, and nothing of what follows from it."""
-        found = self.findings(watch, state)
+    def tell(self, watch: Watch, state: StateWatch, told: Told, *, used: bool = False) -> bool:
+        """Whether the newest step has spoilt the state; then it is told, and nothing of what follows from it.
+
+        `used`: a forward has gone bad, that of the step before had not; so it was the step between them.
+        """
+        found = self.findings(watch, state, used=used)
         if found:
             told.forward = told.step = True
         for each in found:
             told.submit(watch.submit, each)
         return bool(found)
 
-    def findings(self, watch: Watch, state: StateWatch) -> list[Finding]:
+    def findings(self, watch: Watch, state: StateWatch, *, used: bool) -> list[Finding]:
         """What the newest step has made non-finite; reads the state, unless that was done since."""
         newest = watch.step - 1
         if not watch.immediate or self.measured >= newest:
@@ -73,7 +76,8 @@ class NewestStep:
         if self._seen is None:
             return []
         # A step that somebody had written to the parameters before is a full one: here nobody had.
-        found = bad_after_step(watch, bad, self._seen, set())
+        long_ago = None if used or newest - since <= 1 else since
+        found = bad_after_step(watch, bad, self._seen, set(), light=True, since=long_ago)
         return [each.model_copy(update={"evidence": {**each.evidence, "since": since}}) for each in found]
 
 

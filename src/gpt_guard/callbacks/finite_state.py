@@ -82,10 +82,20 @@ def _buffer_causes(watch: Watch, name: str) -> list[str]:
     return ["computed"] if key in _TABLES else ["running_average", "computed"]
 
 
-def bad_after_step(watch: Watch, bad: Mapping[str, TensorStats], seen: Observation, written: set[str]) -> list[Finding]:
+def bad_after_step(
+    watch: Watch,
+    bad: Mapping[str, TensorStats],
+    seen: Observation,
+    written: set[str],
+    *,
+    light: bool = False,
+    since: int | None = None,
+) -> list[Finding]:
     """Parameters and buffers that are bad after a step and were good after the one before: one finding for each kind.
 
-    `written` names those that not only steps have written to.
+    `written` names those that not only steps have written to. `light`: they were not looked at in the step itself, and
+    a write that torch does not count may have made them so. `since` is the step after which all was known to be finite,
+    where that is not the one before: then it is not known which step it was.
     """
     optimizer = watch.optimizers[seen.optimizer]
     groups: dict[str, list[str]] = {"GG105": [], "GG106": [], "GG107": []}
@@ -96,10 +106,23 @@ def bad_after_step(watch: Watch, bad: Mapping[str, TensorStats], seen: Observati
             groups["GG105"].append(name)
         else:
             groups["GG106"].append(name)
-    return [_after_step(watch, code, names, bad[names[0]], seen) for code, names in groups.items() if names]
+    return [
+        _after_step(watch, code, names, bad[names[0]], seen, since, light=light)
+        for code, names in groups.items()
+        if names
+    ]
 
 
-def _after_step(watch: Watch, code: str, names: list[str], stats: TensorStats, seen: Observation) -> Finding:
+def _after_step(
+    watch: Watch,
+    code: str,
+    names: list[str],
+    stats: TensorStats,
+    seen: Observation,
+    since: int | None,
+    *,
+    light: bool,
+) -> Finding:
     first, *others = names
     module, kind = watch.owner_of(first)
     optimizer = watch.optimizers[seen.optimizer]
@@ -108,7 +131,7 @@ def _after_step(watch: Watch, code: str, names: list[str], stats: TensorStats, s
     origin, likely = None, ["changed_outside_step"]
     held = f"`{first}` holds {amount(stats)} after step {seen.step}"
     if code == "GG107":
-        seen_text = f"Buffer {held}; it was finite after the step before."
+        seen_text = f"Buffer {held}; it was finite after {'the step before' if since is None else f'step {since}'}."
         likely = _buffer_causes(watch, first)
     elif code == "GG105":
         seen_text = (
@@ -124,6 +147,13 @@ def _after_step(watch: Watch, code: str, names: list[str], stats: TensorStats, s
         note = f" Its eps of {eps:g} is 0 in {stats.dtype}." if likely[0] == "adam_eps_half" else ""
         seen_text = f"Parameter {held} of {stepper}. It was finite before the step{known}.{note}"
         origin = f"{stepper}.step() made it."
+        if since is not None:
+            seen_text = (
+                f"Parameter {held} of {stepper}. It was finite after step {since}; since then outputs, loss and "
+                f"gradients were, and nothing has shown where it became so.{note}"
+            )
+            origin = f"{stepper}.step() in one of the steps {since + 1} to {seen.step}, or an uncounted write."
+        likely += ["uncounted_write"] if light else []
         evidence |= {"optimizer": stepper, "eps": eps, "lr": list(seen.lr)}
     if others:
         what = "buffer" if code == "GG107" else "parameter"

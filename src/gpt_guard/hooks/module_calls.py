@@ -61,7 +61,8 @@ def watched_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if is_dynamo_compiling():
         return original(*args, **kwargs)
     watched = _WATCHED.get(id(self))
-    if watched is None or (self._forward_pre_hooks and _gives_way(watched)):
+    # Inside of compiled code that Dynamo is not looking at now, it would compile each function that we call.
+    if watched is None or _compiler() is not None or (self._forward_pre_hooks and _gives_way(watched)):
         return original(*args, **kwargs)
     if (enter := watched.enter) is not None:
         enter(args, kwargs)
@@ -187,4 +188,9 @@ def _is_known() -> bool:
     return _PLACE in names and "_call_impl" in names and hasattr(nn.Module, _PLACE)
 
 
+def _nobody() -> None:
+    return None
+
+
+_compiler: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", _nobody)
 _KNOWN = _is_known() and _left_alone(watched_call.__code__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -11,76 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpt_guard import Action, Finding, FiniteGuard, Guardian, LRTracker, NonFiniteError, ParamDeltaProbe
+from gpt_guard import Finding, FiniteGuard, Guardian, LRTracker, NonFiniteError, ParamDeltaProbe
 from gpt_guard.callbacks.base import Guard
-from gpt_guard.hooks.pace import Pace
 from gpt_guard.records import Moment, Observation, Severity
-from gpt_guard.sinks.base import Sink
 
-STEPS = 60
-Act = Callable[[int, nn.Module, torch.optim.Optimizer], None]
-
-
-class Kept(Sink):
-    """Keeps every observation; may say that it takes them late."""
-
-    def observe(self, observation: Observation) -> None:
-        self.seen.append(observation)
-
-    def find(self, finding: Finding, action: Action) -> None:
-        self.found.append((len(self.seen), finding))
-
-    def __init__(self) -> None:
-        self.seen: list[Observation] = []
-        self.found: list[tuple[int, Finding]] = []
-
-
-class KeptLate(Kept):
-    late = True
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 4))
-
-
-def nothing(_step: int, _model: nn.Module, _optimizer: torch.optim.Optimizer) -> None:
-    return None
-
-
-def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int], act: Act = nothing, clip: float = 0.1
-) -> Iterator[int]:
-    """A plain loop; `act` runs between backward and step, and the caller after each step."""
-    for step in steps:
-        torch.manual_seed(step)
-        x, y = torch.randn(16, 8), torch.randint(4, (16,))
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        act(step, model, optimizer)
-        optimizer.step()
-        yield step
-
-
-def watched(model: nn.Module, *, sink: Sink | None = None, **options: Any) -> tuple[Guardian, torch.optim.Optimizer]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return Guardian(model, optimizer, sinks=[] if sink is None else [sink], **options), optimizer
-
-
-def told(sink: Kept) -> list[tuple[str, int | None]]:
-    return [(found.code, found.step) for _, found in sink.found]
-
-
-def pace(guardian: Guardian) -> Pace:
-    assert guardian._session is not None
-    return guardian._session.watch.pace
-
-
-def light_steps(guardian: Guardian, loop: Iterator[int]) -> set[int]:
-    """The steps after which the next one was light."""
-    return {step + 1 for step in loop if not pace(guardian).full}
+from .lane_kit import STEPS, Act, Kept, KeptLate, accumulating, batch, light_steps, net, pace, told, train, watched
 
 
 def test_nearly_all_steps_of_a_plain_loop_are_light_and_tell_the_same() -> None:
@@ -364,165 +299,6 @@ def test_a_write_that_counters_show_is_measured(act: Act) -> None:
     assert [seen.grad_norm_clipped for seen in sink.seen] == pytest.approx(applied, rel=1e-5)
 
 
-def test_other_kinds_of_loops_take_the_long_way_and_are_seen() -> None:
-    for name, loop in LOOPS.items():
-        sinks: list[KeptLate] = []
-        for policy in ({"GG906": "record"}, None):
-            sinks.append(KeptLate())
-            model = net()
-            guardian, optimizer = watched(model, sink=sinks[-1], policy=policy)
-            with guardian:
-                for _ in loop(model, optimizer):
-                    pass
-        full, late = (sink.seen for sink in sinks)
-        assert [seen.step for seen in late] == list(range(40)), name
-        assert not sinks[1].found, (name, sinks[1].found)
-        for one, other in zip(full, late, strict=True):
-            assert one.micro_batches == other.micro_batches, (name, one.step)
-            assert one.loss == pytest.approx(other.loss, rel=1e-6), (name, one.step)
-            assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-6), (name, one.step)
-            assert one.grad_norm_clipped == pytest.approx(other.grad_norm_clipped, rel=1e-5), (name, one.step)
-
-
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    torch.manual_seed(step)
-    return torch.randn(16, 8), torch.randint(4, (16,))
-
-
-def accumulating(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
-    for step in range(40):
-        optimizer.zero_grad()
-        for part in range(2):
-            x, y = batch(2 * step + part)
-            (F.cross_entropy(model(x), y) / 2).backward()
-        optimizer.step()
-        yield step
-
-
-def now_and_then_accumulating(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
-    for step in range(40):
-        optimizer.zero_grad()
-        parts = 3 if step % 7 == 3 else 1
-        for part in range(parts):
-            x, y = batch(3 * step + part)
-            (F.cross_entropy(model(x), y) / parts).backward()
-        optimizer.step()
-        yield step
-
-
-def accumulating_later(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
-    for step in range(40):
-        optimizer.zero_grad()
-        parts = 2 if step >= 27 else 1
-        for part in range(parts):
-            x, y = batch(2 * step + part)
-            (F.cross_entropy(model(x), y) / parts).backward()
-        optimizer.step()
-        yield step
-
-
-def leaving_a_step_out(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
-    for step in range(41):
-        x, y = batch(step)
-        optimizer.zero_grad()
-        (F.cross_entropy(model(x), y) * (100.0 if step == 28 else 1.0)).backward()
-        if step == 28:
-            # What it did not step on counts nowhere, whatever kind of step comes next.
-            model.eval().train()
-            continue
-        optimizer.step()
-        yield step
-
-
-def stepping_twice(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
-    for step in range(39):
-        x, y = batch(step)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        if step == 28:
-            optimizer.step()
-        yield step
-
-
-def with_a_closure_after_a_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
-    for step in range(40):
-        x, y = batch(step)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step((lambda loss=loss: float(loss.detach())) if step >= 27 else None)
-        yield step
-
-
-def with_a_closure(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
-    for step in range(40):
-        x, y = batch(step)
-
-        def closure(x: Tensor = x, y: Tensor = y) -> float:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            return float(loss.detach())
-
-        optimizer.step(closure)
-        yield step
-
-
-def scaled_late(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for step in range(40):
-        x, y = batch(step)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        if step < 30:
-            loss.backward()
-            optimizer.step()
-        else:
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        yield step
-
-
-def evaluating_between(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
-    for step in train(model, optimizer, range(40)):
-        if step % 10 == 3:
-            model.eval()
-            with torch.no_grad():
-                model(batch(1000 + step)[0])
-            model.train()
-        yield step
-
-
-def freezing_late(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
-    # The first layer has no gradient any more, and then has one again.
-    first = next(model.children())
-    for step in train(model, optimizer, range(40)):
-        if step == 26:
-            first.requires_grad_(False)
-        if step == 33:
-            first.requires_grad_(True)
-        yield step
-
-
-LOOPS: Mapping[str, Callable[[nn.Module, torch.optim.Optimizer], Iterator[int]]] = {
-    loop.__name__: loop
-    for loop in (
-        accumulating,
-        now_and_then_accumulating,
-        accumulating_later,
-        leaving_a_step_out,
-        stepping_twice,
-        with_a_closure_after_a_backward,
-        with_a_closure,
-        scaled_late,
-        evaluating_between,
-        freezing_late,
-    )
-}
-
-
 def test_a_scheduler_is_judged_by_where_it_stood_at_its_step() -> None:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -588,7 +364,7 @@ def test_what_waits_is_judged_before_a_guard_is_told_of_the_next_backward() -> N
     model, guard = net(), Order()
     guardian, optimizer = watched(model, guards=[guard])
     with guardian:
-        for _ in accumulating_later(model, optimizer):
+        for _ in accumulating(lambda step: 2 if step >= 27 else 1)(model, optimizer):
             pass
     assert ("backward", 26) not in guard.told
     first = guard.told.index(("backward", 27))

@@ -98,8 +98,6 @@ class Roster:
     def due(self) -> bool:
         """Whether any guard has something to judge in this light step; each is asked."""
         found = False
-        if not self._asked:
-            return found
         for guard, due in self._asked:
             try:
                 if due():

@@ -13,15 +13,7 @@ from gpt_guard.hooks.ambient import Surroundings, surrounded_by
 from gpt_guard.hooks.modes import ModeLog
 from gpt_guard.hooks.pace import Pace
 
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.drop = nn.Linear(3, 3), nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(self.drop(x))
-        return out
+from .dropping_net import Net
 
 
 def test_a_forward_in_its_surroundings_is_the_forward_that_it_was() -> None:

@@ -1,7 +1,8 @@
 """What watching costs: a guarded training step against the same step bare, in one process, in alternating blocks.
 
 The model is the example's, in its tiny configuration (block 32, width 64, 4 heads, 2 layers, batch 8), trained with
-AdamW and clipping. Each round takes a block of bare steps and a block of guarded ones, and the time of every step, on
+AdamW and clipping on the example's text. Where guards have something to say they look harder, and that is not what a
+healthy run costs: a line tells of findings, if there were any. Each round takes a block of bare steps and a block of guarded ones, and the time of every step, on
 the clock and on the processor. Three kinds of ratio are printed: of the low percentiles over all steps, which what else
 runs on the machine hardly moves; of the usual step, as the median over the pairs of blocks, with their middle half; and
 of the whole blocks, which also have what does not come in each step: one step in sixteen is measured in full, and light
@@ -24,6 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
 from torch import nn
@@ -35,7 +37,7 @@ from gpt_guard.callbacks.defaults import default_guards
 from gpt_guard.guardian import Guardian
 from mini_gpt import MiniGPT, MiniGPTConfig
 
-BATCH, VOCABULARY = 8, 96
+BATCH, BATCHES = 8, 1000
 # Enough for what guards do in the first steps after entry: twenty of them are measured in full.
 SETTLE = 32
 # Low enough for steps that nobody disturbed, high enough not to hang on a single one.
@@ -65,14 +67,18 @@ class Times:
 
 
 class Loop:
-    """The user's loop, one step at a time."""
+    """The user's loop, one step at a time; the batches are made before."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        self.model = MiniGPT(MiniGPTConfig(vocab_size=VOCABULARY))
+        text = "\n".join(topics.values())
+        places = {char: place for place, char in enumerate(sorted(set(text)))}
+        ids = torch.tensor([places[char] for char in text])
+        self.model = MiniGPT(MiniGPTConfig(vocab_size=len(places)))
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         length = self.model.config.block_size
-        self.batches = [torch.randint(VOCABULARY, (BATCH, length + 1)) for _ in range(16)]
+        starts = torch.randint(len(ids) - length, (BATCHES, BATCH)).tolist()
+        self.batches = [torch.stack([ids[start : start + length + 1] for start in each]) for each in starts]
         self._taken = 0
 
     def step(self) -> None:
@@ -108,6 +114,7 @@ class Figures:
     pairs: list[float]
     wholes: list[float]
     first: list[float]
+    findings: list[str]
 
     def low(self, clock: str, share: float) -> tuple[float, float]:
         """The seconds, bare and guarded, below which this share of the steps lies."""
@@ -117,12 +124,12 @@ class Figures:
 
 def measure(loop: Loop, subject: Subject, rounds: int, steps: int) -> Figures:
     """Alternate bare and guarded blocks; every round has a Guardian of its own."""
-    figures = Figures(Times([], []), Times([], []), [], [], [])
+    figures = Figures(Times([], []), Times([], []), [], [], [], [])
     for _ in range(rounds):
         # Bare steps after guarded ones start in caches that are still full of the guards.
         loop.times(2)
         bare = loop.times(steps)
-        guarded = loop.times(steps) if subject.guards is None else _guarded(loop, subject, steps, figures.first)
+        guarded = loop.times(steps) if subject.guards is None else _guarded(loop, subject, steps, figures)
         figures.bare.extend(bare)
         figures.guarded.extend(guarded)
         figures.pairs.append(statistics.median(guarded.wall) / statistics.median(bare.wall))
@@ -130,14 +137,17 @@ def measure(loop: Loop, subject: Subject, rounds: int, steps: int) -> Figures:
     return figures
 
 
-def _guarded(loop: Loop, subject: Subject, steps: int, first: list[float]) -> Times:
+def _guarded(loop: Loop, subject: Subject, steps: int, figures: Figures) -> Times:
     assert subject.guards is not None
     with tempfile.TemporaryDirectory() as folder:
         run_dir = folder if subject.run_log else None
         guards = subject.guards()
-        with Guardian(loop.model, loop.optimizer, guards=guards, sinks=[], run_dir=run_dir, replay=subject.replay):
-            first.append(statistics.median(loop.times(SETTLE).wall[:20]))
-            return loop.times(steps)
+        guardian = Guardian(loop.model, loop.optimizer, guards=guards, sinks=[], run_dir=run_dir, replay=subject.replay)
+        with guardian:
+            figures.first.append(statistics.median(loop.times(SETTLE).wall[:20]))
+            found = loop.times(steps)
+        figures.findings += [each.code for each in guardian.findings]
+        return found
 
 
 def subjects() -> list[Subject]:
@@ -176,13 +186,14 @@ def machine() -> str:
 
 def report(threads: int, chosen: Sequence[Subject], rounds: int, steps: int) -> None:
     torch.set_num_threads(threads)
-    loop = Loop()
-    loop.times(50)
     plural = "s" if threads > 1 else ""
     print(f"\n{threads} thread{plural}: {rounds} pairs of {steps} steps; low is the {LOW:.0%} quantile", flush=True)
     titles = f"{'':24}{'bare low':>11}{'wall low':>10}{'cpu low':>10}{'pairs':>10}{'middle half':>15}"
     print(f"{titles}{'whole':>10}{'added low':>12}{'first steps':>13}", flush=True)
     for subject in chosen:
+        # A model that has trained for long is no longer where the example's is.
+        loop = Loop()
+        loop.times(50)
         print(_row(subject, measure(loop, subject, rounds, steps)), flush=True)
 
 
@@ -195,7 +206,8 @@ def _row(subject: Subject, figures: Figures) -> str:
     )
     if not figures.first:
         return row
-    return row + f"{statistics.median(figures.first) / statistics.median(figures.bare.wall):12.2f}x"
+    row += f"{statistics.median(figures.first) / statistics.median(figures.bare.wall):12.2f}x"
+    return row + "".join(f"\n    findings: {code}" for code in sorted(set(figures.findings)))
 
 
 def main() -> None:

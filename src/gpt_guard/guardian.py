@@ -196,7 +196,7 @@ class Guardian(Staged):
     def evaluating(self) -> Iterator[nn.Module]:
         """Evaluate inside, in eval mode and no-grad; each module gets its own mode back. Needs no active Guardian."""
         model, _ = self._subject.alive()
-        with evaluation_mode(model, self._session.loop if self._session is not None else None):
+        with evaluation_mode(model, self._session.watch if self._session is not None else None):
             yield model
 
     def save(self, path: str | Path, **extra: Any) -> Path:

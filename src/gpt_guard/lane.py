@@ -8,29 +8,24 @@ them up to eight steps later, all at once. Whatever is not so takes the long way
 
 from __future__ import annotations
 
-import math
-from operator import attrgetter
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from gpt_guard.backlog import Backlog, Row
-from gpt_guard.hooks.clipped import NormClip
-from gpt_guard.hooks.gradients import Gradients, GradNorms, total_norm
-from gpt_guard.hooks.row_norms import RowNorms
-from gpt_guard.hooks.tensors import version_of
+from gpt_guard.hooks.chains import Site
+from gpt_guard.hooks.frames import line_in, user_site
+from gpt_guard.hooks.gradients import Gradients, GradNorms
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.ledger import Readings
+from gpt_guard.light_gradients import LightGradients
 from gpt_guard.progress import Progress
 from gpt_guard.roster import Roster
 from gpt_guard.stepping import Steps
 from gpt_guard.unseen import Unseen
 
-_GRAD = attrgetter("grad")
-_VERSION = attrgetter("_version")
-# Norms taken twice of the same gradients, or worked out from a clipping factor, differ by rounding.
-_SAME = 1e-4
 _MOST_WAITING = 8
 
 
@@ -50,6 +45,9 @@ class Lane:
         progress: Progress,
         unseen: Unseen,
         backlog: Backlog,
+        in_full: Callable[[Tensor | None], None],
+        *,
+        late: bool,
     ) -> None:
         self._watch = watch
         self._pace = watch.pace
@@ -59,31 +57,28 @@ class Lane:
         self._progress = progress
         self._unseen = unseen
         self._backlog = backlog
-        self._clip = NormClip(gradients.parameters)
-        self._learn = gradients.parameters
-        self._frozen: list[Tensor] = []
-        self._names = gradients.names
-        self._norms = RowNorms(self._learn)
-        self._nothing = [None] * len(gradients.parameters)
+        self.light = LightGradients(
+            gradients, watch.pace, known=self._norms_known, unknown=self._norms_unknown, bad=self._norms_bad
+        )
+        self.light.open()
+        self._in_full = in_full
+        # What the backward was called on, as long as its gradients may have to be looked at in full.
+        self._called_on: Tensor | None = None
+        # Where the last one was called that was measured in full.
+        self._called_from: Site | None = None
         self._loss = 0.0
         self._lr: list[Any] = []
-        self._ids: list[int] = []
-        self._versions: list[int] = []
         self._readings: Readings = {}
         # Whether the last step that was measured in full had one backward.
         self._single = False
         self.began = self.ready = self.stepping = False
-        self.late = True
+        self.late = late
         self._waiting = 0
-
-    def open(self) -> None:
-        """Begin to listen to clipping."""
-        self._clip.open()
 
     def close(self) -> None:
         """Let everything go; may run twice."""
-        self._clip.close()
-        self._learn, self._frozen = [], []
+        self.light.close()
+        self._called_on = None
 
     # The backward.
 
@@ -95,8 +90,7 @@ class Lane:
             # The second of a step, or the first after one that no step has followed.
             self._pace.doubt()
             return False
-        # Not one by one: a list of None is compared by identity.
-        if list(map(_GRAD, self._gradients.parameters)) != self._nothing:
+        if not self.light.cleared():
             self._pace.doubt()
             return False
         loss: float = losses[0].item()
@@ -104,59 +98,58 @@ class Lane:
             self._pace.doubt()
             return False
         watch = self._watch
-        self._loss, self.began = loss, True
+        self._loss, self._called_on, self.began = loss, losses[0], True
         self._steps.begin_light(loss)
         self._gradients.forget()
-        self._clip.begin()
+        self.light.begin()
         watch.micro_batch, watch.grad_norms = 0, None
         watch.capture.backward_begins(losses)
         self._roster.call_light("before_backward", losses[0])
         return True
 
     def backward_ended(self) -> bool:
-        """Whether the same parameters as ever have a gradient now, each a finite one."""
+        """Whether the same parameters as ever have a gradient now; each is a finite one, or will be looked at."""
         self.began = False
-        norms = self._take_norms()
-        if norms is None:
+        watch, light = self._watch, self.light
+        if light.heard_before and not self._roster.wants("after_backward"):
+            usual = light.wait()
+        else:
+            norms = light.take()
+            usual = norms is not None
+            if norms is not None:
+                self._norms_known(norms)
+        if not usual:
+            self._called_on = None
             return False
-        watch = self._watch
-        watch.grad_norms, watch.micro_batch = norms, 1
+        watch.micro_batch = 1
         self._unseen.backwards += 1
         self._unseen.since = 1
-        self._roster.call_light("after_backward")
-        watch.capture.backward_ended(1)
         self.ready = True
         return True
 
-    def _take_norms(self) -> GradNorms | None:
-        grads = list(map(_GRAD, self._learn))
-        try:
-            norms = self._norms.measure(grads)
-        except (TypeError, RuntimeError):
-            # It has reached other parameters than the last one, or none, or left gradients of another kind.
-            self._divide()
-            return None
-        total = sum(norms)
-        if total - total != 0.0 or (self._frozen and any(parameter.grad is not None for parameter in self._frozen)):
-            self._pace.doubt()
-            self._divide()
-            return None
-        # Of this very backward: other steps may leave other counts.
-        self._ids, self._versions = list(map(id, grads)), list(map(_VERSION, grads))
-        return GradNorms(self._names, norms)
+    def _norms_known(self, norms: GradNorms) -> None:
+        watch = self._watch
+        watch.grad_norms, watch.micro_batch = norms, 1
+        self._called_on = None
+        self._roster.call_light("after_backward")
+        watch.capture.backward_ended(1)
 
-    def _divide(self) -> None:
-        """Note which parameters have a gradient: the next backward is expected to reach the same ones."""
-        if not self._gradients.ordinary:
-            self._pace.never_light()
-            return
-        pairs = list(zip(self._gradients.names, self._gradients.parameters, strict=True))
-        learn = [(name, parameter) for name, parameter in pairs if parameter.grad is not None]
-        names = [name for name, _ in learn]
-        if names and names != self._names:
-            self._names, self._learn = names, [parameter for _, parameter in learn]
-            self._frozen = [parameter for _, parameter in pairs if parameter.grad is None]
-            self._norms = RowNorms(self._learn)
+    def _norms_unknown(self) -> None:
+        """Somebody has changed the gradients before they were looked at: the step tells how they are then."""
+        self._called_on = None
+        self._watch.capture.backward_ended(1)
+
+    def _norms_bad(self) -> None:
+        """Look at the gradients in full: as the backward left them, before anything else is done with them."""
+        self._watch.micro_batch = 0
+        self._unseen.backwards -= 1
+        self._unseen.since = 0
+        self.ready, loss, self._called_on = False, self._called_on, None
+        self._watch.backward_line = line_in(*self._called_from) if self._called_from is not None else None
+        try:
+            self._in_full(loss)
+        finally:
+            self._watch.backward_line = None
 
     # The step.
 
@@ -168,7 +161,7 @@ class Lane:
         if lr != self._lr:
             self._take_lr(lr)
         norms, due = watch.grad_norms, self._roster.due()
-        if due or written or self._pace.full or norms is None or (factor := self._factor(norms)) is None:
+        if due or written or self._pace.full or norms is None or (factor := self.light.factor(norms)) is None:
             # The long way from here: what it has not seen itself.
             watch.ledger.put("backwards", 1)
             return False
@@ -190,34 +183,6 @@ class Lane:
         elif len(lr) != len(last) or any(now > before for now, before in zip(lr, last, strict=True)):
             self._pace.doubt(1)
 
-    def _factor(self, norms: GradNorms) -> float | None:
-        """What the gradients were multiplied by since the backward, told from calls or measured; None if not finite."""
-        if (known := self._told_factor()) is not None:
-            return known
-        try:
-            now = total_norm(self._norms.measure(self._grads()))
-        except (TypeError, RuntimeError):
-            # One of them is gone, or another kind of tensor by now.
-            return None
-        before = total_norm(norms.norms)
-        return now / before if before and now - now == 0.0 else None
-
-    def _grads(self) -> list[Tensor]:
-        return list(map(_GRAD, self._learn))
-
-    def _told_factor(self) -> float | None:
-        """The factor, if version counters say that nothing but one `clip_grad_norm_` of all has written since."""
-        grads = self._grads()
-        try:
-            ids, versions = list(map(id, grads)), list(map(_VERSION, grads))
-        except (AttributeError, RuntimeError):
-            return None
-        if ids != self._ids:
-            return None
-        if not self._clip.calls:
-            return 1.0 if versions == self._versions else None
-        return self._clip.factor if versions == [version + 1 for version in self._versions] else None
-
     def step_ended(self, optimizer: Optimizer) -> None:
         """Measure what the step has done, and keep it; judge all that is kept once the next step is a full one."""
         self.stepping = False
@@ -227,7 +192,9 @@ class Lane:
             late = steps.measure_light(optimizer)
         finally:
             step = progress.steps[0]
-            row = Row(step, self._readings, self._names, progress.tokens, progress.samples, steps.count_light(), late)
+            row = Row(
+                step, self._readings, self.light.names, progress.tokens, progress.samples, steps.count_light(), late
+            )
             self._backlog.add(row)
         watch.inspection.step_ended(step + 1)
         self._pace.step_ended()
@@ -240,19 +207,16 @@ class Lane:
     def long_way(self) -> None:
         """A backward begins that is measured in full. After a light one it may be the second of a step."""
         if self.ready:
-            self._gradients.recall(self._learn, zip(self._ids, self._versions, strict=False))
+            self.light.recall()
         self.began = self.ready = self.stepping = False
-        self._clip.begin()
+        self._called_on, self._called_from = None, user_site()
+        self.light.begin()
 
     def note(self) -> None:
         """A backward was measured in full: remember the gradients as it left them."""
-        self._divide()
-        grads = [grad for grad in self._grads() if grad is not None]
-        self._ids, self._versions = list(map(id, grads)), list(map(version_of, grads))
+        self.light.note()
 
     def verify(self, before: float | None, now: float | None) -> None:
         """Compare what counters and calls tell with the norms that were measured after backward and before the step."""
         self._single = self._watch.micro_batch == 1
-        known = self._told_factor()
-        if known is not None and before and now is not None and not math.isclose(known * before, now, rel_tol=_SAME):
-            self._pace.never_light()
+        self.light.verify(before, now, single=self._single)

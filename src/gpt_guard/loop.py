@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from threading import get_ident
+from typing import TypeVar
 
 from torch import Tensor
 
 from gpt_guard.backlog import Backlog
 from gpt_guard.desk import Desk
 from gpt_guard.forwards import Forwards
-from gpt_guard.hooks.clearing import Clearing
+from gpt_guard.hooks.clearings import Clearings
 from gpt_guard.hooks.gradients import Gradients
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.lane import Lane
@@ -21,11 +23,13 @@ from gpt_guard.scaled import ScalerEvents
 from gpt_guard.stepping import Steps
 from gpt_guard.unseen import Unseen
 
+_R = TypeVar("_R")
+
 
 class Loop:
     """Listens to backward and optimizer; `forwards` listens to the model, `scaler` to GradScalers.
 
-    `evaluating` is True inside of `guardian.evaluating()`; `unseen` counts what passes by, and says what it missed.
+    `unseen` counts what passes by, and says what it missed.
     """
 
     def __init__(self, watch: Watch, roster: Roster, desk: Desk, progress: Progress) -> None:
@@ -34,10 +38,7 @@ class Loop:
         self._roster = roster
         self._progress = progress
         self._gradients = Gradients(watch.tracked)
-        places = {name: place for place, name in enumerate(watch.tracked)}
-        held = [watch.held_by(index) for index in range(len(watch.optimizers))]
-        self._clearing = [Clearing([places[name] for name in names]) for names in held]
-        self._left_in = [partial(self._gradients.largest, names, immediate=watch.immediate) for names in held]
+        self._clearings = Clearings(watch, self._gradients)
         self._steps = Steps(watch, self._gradients, roster, desk, progress)
         self._pace = watch.pace
         self._backlog = Backlog(roster, desk, progress)
@@ -46,24 +47,14 @@ class Loop:
         self._threads = self.forwards.threads
         self._lane: Lane | None = None
         if watch.immediate and len(watch.optimizers) == 1 and desk.policy.usual:
-            self._lane = Lane(watch, self._gradients, roster, self._steps, progress, self.unseen, self._backlog)
-            self._lane.late = desk.late
-            self._lane.open()
+            parts = watch, self._gradients, roster, self._steps, progress, self.unseen, self._backlog
+            self._lane = Lane(*parts, self._measure, late=desk.late)
         self.scaler = ScalerEvents(watch, self._gradients, self.unseen, self._skipped)
         self._scale, self._use = self.scaler.scale, self.scaler.use
         self._loss: Tensor | None = None
         self._stepped = False
         self._open = [0] * len(watch.optimizers)
         self._observed: Observation | None = None
-
-    @property
-    def evaluating(self) -> bool:
-        """Kept where guards can see it."""
-        return self._watch.evaluating
-
-    @evaluating.setter
-    def evaluating(self, inside: bool) -> None:
-        self._watch.evaluating = inside
 
     # Backward: every one in the process; ours is one that changes gradients of ours.
 
@@ -73,6 +64,8 @@ class Loop:
             return False
         watch, lane = self._watch, self._lane
         if lane is not None:
+            if lane.light.waited:
+                lane.light.resolve()
             if not watch.forwards:
                 self.forwards.passed_by()
             # An open step is one that has raised.
@@ -87,8 +80,7 @@ class Loop:
         if not watch.closure:
             self._open = [0] * len(self._open)
         cleared = self._gradients.mark()
-        for clearing, left_in in zip(self._clearing, self._left_in, strict=True):
-            clearing.backward_begins(self._gradients.state, left_in)
+        self._clearings.backward_begins()
         if self._stepped or (cleared and watch.micro_batch):
             self._begin_step()
         self._scale.backward_begins(losses)
@@ -114,6 +106,11 @@ class Loop:
             if lane.backward_ended():
                 return
             self._backlog.settle()
+        self._measure(loss)
+
+    def _measure(self, loss: Tensor | None) -> None:
+        """Measure the gradients in full, if a backward has changed ours."""
+        watch, lane = self._watch, self._lane
         grads = self._gradients.current()
         ours = self._gradients.touched(grads)
         self._scale.backward_ended(ours=ours)
@@ -125,8 +122,7 @@ class Loop:
             watch.ledger.put(f"loss.{watch.micro_batch}", loss.item() if watch.immediate else loss.reshape(()))
         watch.micro_batch += 1
         watch.grad_norms = self._gradients.measure(self._scale.unit, immediate=watch.immediate, current=grads)
-        for clearing in self._clearing:
-            clearing.backward_ended(self._gradients.state)
+        self._clearings.backward_ended()
         if lane is not None:
             lane.note()
         watch.loss = loss
@@ -157,13 +153,12 @@ class Loop:
         watch, lane = self._watch, self._lane
         watch.step, watch.closure = self._progress.steps[index], closure
         written = watch.versions.step_begins((index, watch.step))
+        if lane is not None and lane.light.waited:
+            self._or_no_step(index, lane.light.resolve)
         if lane is not None and lane.ready and lane.step_begins(watch.optimizers[index], written=written or closure):
             return
         if not closure:
-            clearing = self._clearing[index]
-            watch.ledger.put("grads_uncleared", clearing.step_begins(self._gradients.now))
-            if clearing.left is not None:
-                watch.ledger.put("grads_left", clearing.left)
+            self._clearings.step_begins(index)
             if self._use.seen:
                 self._use.put(watch.ledger, index, self._gradients.now())
             self._settle_before(index)
@@ -180,14 +175,17 @@ class Loop:
         self._steps.skipped_outside(index)
 
     def _settle_before(self, index: int) -> None:
+        self._or_no_step(index, self._backlog.settle)
+        self._observed = seen = self._or_no_step(index, partial(self._steps.before, index))
+        if self._lane is not None and not seen.skipped:
+            self._lane.verify(seen.grad_norm, seen.grad_norm_clipped)
+
+    def _or_no_step(self, index: int, act: Callable[[], _R]) -> _R:
         try:
-            self._backlog.settle()
-            self._observed = seen = self._steps.before(index)
+            return act()
         except BaseException:
             self.closure_failed(index)
             raise
-        if self._lane is not None and not seen.skipped:
-            self._lane.verify(seen.grad_norm, seen.grad_norm_clipped)
 
     def closure_failed(self, index: int) -> None:
         """No step after all: whoever goes on begins a new one with the next backward."""
@@ -209,7 +207,7 @@ class Loop:
             return
         seen, self._observed = self._observed, None
         self._gradients.remember()
-        self._clearing[index].step_ended(self._gradients.state)
+        self._clearings.step_ended(index)
         self._use.step_ended(index, self._gradients.state)
         try:
             if seen is None:
@@ -253,6 +251,8 @@ class Loop:
     def finish(self) -> None:
         """Complete what still waits, and let the guards say what is left to say."""
         self.settle()
+        if self._lane is not None:
+            self._lane.light.resolve()
         readings = self._steps.read()
         if readings and not self._watch.immediate:
             # A forward, or a backward, that no step has followed.

@@ -85,6 +85,10 @@ class Roster:
         if calls := self._light[moment]:
             self._run(calls, args)
 
+    def wants(self, moment: str) -> bool:
+        """Whether a guard wants this moment method in a light step too."""
+        return bool(self._light[moment])
+
     def _run(self, calls: list[tuple[Guard, Callable[..., None]]], args: tuple[Any, ...]) -> None:
         # As `_safely` does, without a call more for each guard.
         for guard, method in calls:

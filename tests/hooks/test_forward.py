@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt_guard.errors import GuardUsageError
+from gpt_guard.hooks.chains import Link
 from gpt_guard.hooks.forward import ForwardTap
 
 
@@ -36,7 +37,7 @@ class Suspects(list[tuple[str, str, bool]]):
         super().__init__()
         self.tap = tap
 
-    def __call__(self, index: int, position: str, tensor: Tensor, entering: bool) -> None:
+    def __call__(self, index: int, position: str, tensor: Tensor, entering: bool, link: Link | None) -> None:
         self.append((self.tap.names[index], position, entering))
 
 

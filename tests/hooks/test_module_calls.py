@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from gpt_guard.hooks import outputs
+from gpt_guard.hooks import hook, outputs
 from gpt_guard.hooks.forward import ForwardTap
 from gpt_guard.hooks.module_calls import fits, watched_call
 
@@ -501,7 +501,8 @@ def test_what_a_composite_module_was_given_is_noted(model: Net) -> None:
 
 
 def test_a_compiler_is_asked_where_its_flag_is_not_known(model: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outputs, "_compiler", outputs._Asked())
+    for each in (hook, outputs):
+        monkeypatch.setattr(each, "compiler", hook._Asked())
     with Tap(model) as tap:
         model(batch())
         assert tap.heard == RETURNED

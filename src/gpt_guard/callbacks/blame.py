@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gpt_guard.hooks.chains import Link
 from gpt_guard.hooks.forward import ForwardTap
 from gpt_guard.hooks.frames import inside_of, passed_from_outside, running_calls
 from gpt_guard.hooks.state import BadState, bad_state
@@ -75,20 +76,25 @@ def blame(
     index: int,
     position: str,
     tensor: Tensor,
+    link: Link | None = None,
     *,
     entering: bool,
     untouched: dict[int, int],
     masks: frozenset[int] = frozenset(),
 ) -> Blame:
-    """Find the maker of a bad tensor that module `index` has just returned, or been given.
+    """Find the maker of a bad tensor that module `index` has just returned, or been given; or, with a link, before.
 
     Runs inside of the module's call and reads tensors exactly: only after a failure. `untouched` are the versions that
     float buffers had when the forward began, `masks` the ids of what was -inf when the watch began.
     """
-    calls = [(tap.index[id(call.module)], call.inputs) for call in running_calls() if id(call.module) in tap.index]
-    own = next((inputs for module, inputs in calls if module == index and inputs is not None), ((), {}))
+    running = running_calls(link.site[0] if link is not None and link.site is not None else None)
+    calls = [(tap.index[id(call.module)], call.inputs) for call in running if id(call.module) in tap.index]
+    own: Any = next((inputs for module, inputs in calls if module == index and inputs is not None), ((), {}))
     # A module that has just returned stands last in the order; what matters is what had returned before.
     returned = list(tap.order) if entering else list(tap.order)[:-1]
+    if link is not None:
+        own = (link.given,), {}
+        returned = list(tap.order)[: len(tap.order) - 1 - list(reversed(tap.order)).index(index)]
     stats = looks_bad(tensor)
     received = (position, stats, tensor) if entering and stats is not None else _bad_input(tap, index, own)
     if received is None:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpt_guard.callbacks.base import Guard
-from gpt_guard.callbacks.blame import Blame, Shown, blame
+from gpt_guard.callbacks.blame import Blame, Shown
+from gpt_guard.callbacks.blame_link import culprit_of
 from gpt_guard.callbacks.finite_context import Context
 from gpt_guard.callbacks.finite_gradients import bad_gradient, confirmed
 from gpt_guard.callbacks.finite_late import LateReadings
@@ -22,10 +23,11 @@ from gpt_guard.callbacks.finite_told import Told
 from gpt_guard.callbacks.finite_verdict import bad_batch, verdict
 from gpt_guard.callbacks.microscope import Microscope
 from gpt_guard.callbacks.settings import check_types, patterns
+from gpt_guard.hooks.chains import Link
 from gpt_guard.hooks.frames import user_line
-from gpt_guard.hooks.outputs import is_finite_scalar
 from gpt_guard.hooks.reach import reaches
 from gpt_guard.hooks.state import StateWatch
+from gpt_guard.hooks.sums import is_finite_scalar
 from gpt_guard.hooks.tensors import describe
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Observation
@@ -139,17 +141,16 @@ class FiniteGuard(Guard):
     def _here_now(self) -> dict[str, Any]:
         return here_in(self.watch, self._micro_batch, evaluation=self.watch.evaluation) | {"where": user_line()}
 
-    def _suspect(self, index: int, position: str, tensor: Tensor, entering: bool) -> None:
+    def _suspect(self, index: int, position: str, tensor: Tensor, entering: bool, link: Link | None) -> None:
         if self._told.forward or (stats := describe(tensor)) is None:
             return
         here = self._here_now()
         if stats.only_neg_inf:
             self._context.note_mask(self.watch, index, Shown.read(position, stats), here)
-            return
-        if self._catch_up():
+        if stats.only_neg_inf or self._catch_up():
             return
         tap, untouched, masks = self.watch.tap, self._untouched, self._state.masks
-        culprit = blame(tap, index, position, tensor, entering=entering, untouched=untouched, masks=masks)
+        culprit = culprit_of(tap, index, position, tensor, link, entering=entering, untouched=untouched, masks=masks)
         if culprit.maker is None and culprit.receiver == 0 and self._batch is not None:
             culprit, here = self._batch
         self._accuse(culprit, tensor, here if culprit.where is None else here | {"where": culprit.where})
@@ -210,7 +211,7 @@ class FiniteGuard(Guard):
             bad = confirmed(watch, norms.names, norms.norms)
             if bad and not self._explained():
                 self._told.step = True
-                here = {"step": watch.step, "micro_batch": micro_batch, "where": user_line()}
+                here = {"step": watch.step, "micro_batch": micro_batch, "where": watch.backward_line or user_line()}
                 self._told.submit(watch.submit, bad_gradient(watch, bad, watch.loss, here))
 
     def before_step(self, optimizer: Optimizer) -> None:

@@ -14,8 +14,8 @@ from gpt_guard.callbacks.finite_loss import is_loss, loss_of_module
 from gpt_guard.callbacks.finite_state import bad_before_use
 from gpt_guard.callbacks.finite_words import bad_from_outside, bad_output, module_name
 from gpt_guard.hooks.graph import explain
-from gpt_guard.hooks.outputs import measure
 from gpt_guard.hooks.state import StateWatch
+from gpt_guard.hooks.sums import measure
 from gpt_guard.hooks.tensors import looks_bad, walk
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding

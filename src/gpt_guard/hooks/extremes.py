@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gpt_guard.hooks.copies import Uncopiable
 from gpt_guard.hooks.forward import ForwardTap
-from gpt_guard.hooks.outputs import Hook
+from gpt_guard.hooks.hook import Hook
 from gpt_guard.hooks.tensors import readable, walk, watchable
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Protocol
@@ -17,10 +16,14 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from gpt_guard.errors import GuardUsageError
+from gpt_guard.hooks.chains import Link, Succession, hooked_everywhere
 from gpt_guard.hooks.compiled import eager_modules
 from gpt_guard.hooks.copies import Uncopiable
+from gpt_guard.hooks.hook import EntryHook, EntryNote, ReturnHook
+from gpt_guard.hooks.idle_patterns import idle_patterns
 from gpt_guard.hooks.module_calls import Told
-from gpt_guard.hooks.outputs import EntryHook, EntryNote, InPlaceInput, OutputTest, ReturnHook, ReturnNote
+from gpt_guard.hooks.outputs import InPlaceInput, OutputTest, ReturnNote
+from gpt_guard.hooks.waiting import Waiting, release, settle
 from gpt_guard.hooks.weigh import Scales, WeighInputs, WeighOutputs
 
 # A model whose modules are called one by one is never called itself, and nothing would end the list.
@@ -37,7 +40,7 @@ class ForwardListener(Protocol):
         """The model returned."""
 
 
-Suspect = Callable[[int, str, Tensor, bool], None]
+Suspect = Callable[[int, str, Tensor, bool, Link | None], None]
 
 
 class ForwardTap:
@@ -68,11 +71,15 @@ class ForwardTap:
         self.calls = 0
         self.last: Callable[[], Any] = _nothing
         self.last_version = 0
+        self.succession = Succession()
+        self.learning = self.sparing = False
+        self.waiting: Waiting | None = None
         # Replaced by a caller that switches off a guard which fails.
         self.listen: Callable[..., None] = _call
         self._suspect: Suspect | None = None
         self._listener: ForwardListener | None = None
         self._handles: list[Any] = []
+        self._light = False
 
     def open(self, listener: ForwardListener) -> None:
         """Notice calls of the model; before any guard adds hooks, so that a forward has begun when they run."""
@@ -88,28 +95,20 @@ class ForwardTap:
     def watch_outputs(self, suspect: Suspect, ignore: Iterable[str] = ()) -> None:
         """Test the outputs of all modules whose path matches none of the patterns; `suspect` is told about bad ones.
 
-        It gets the module's index, the position in its input or output, the tensor, and whether that was an input.
+        It gets the module's index, the position in its input or output, the tensor, whether that was an input, and the
+        link of an output that has waited.
         Raises GuardUsageError for a second guard that asks.
         """
         if self._suspect is not None:
             raise GuardUsageError("module outputs are watched already: give one FiniteGuard, not two")
         self._suspect = suspect
         patterns = tuple(ignore)
+        self.unwatched.update(idle_patterns(patterns, [path for path, _ in self.model.named_modules()]))
         for index, (path, module) in enumerate(zip(self.names, self.modules, strict=True)):
             if any(fnmatchcase(path, pattern) for pattern in patterns):
                 self.ignored.add(index)
                 self.unwatched.add(f"{path or 'the model itself'} (ignored as asked)")
             self._watch_module(index, module)
-        self._name_idle(patterns)
-
-    def _name_idle(self, patterns: Iterable[str]) -> None:
-        """A pattern that matches nothing is a slip of the pen, or meant for another model."""
-        paths = [path for path, _ in self.model.named_modules()]
-        for pattern in patterns:
-            if not any(fnmatchcase(path, pattern) for path in paths):
-                near = ", ".join(get_close_matches(pattern.rstrip("*").rstrip("."), paths, n=3))
-                hint = f"; near it: {near}" if near else ""
-                self.unwatched.add(f"nothing is ignored by {pattern!r}: it matches no module{hint}")
 
     def shield(self, run: Callable[..., None]) -> None:
         """Have the guard called through `run(method, *args)`, which keeps a failure of the guard out of the forward."""
@@ -164,6 +163,8 @@ class ForwardTap:
         self.untested.clear()
         self.scales.running.clear()
         self.last = _nothing
+        release(self)
+        self.succession.forget()
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model itself was called."""
@@ -175,14 +176,45 @@ class ForwardTap:
 
     def end(self, output: Any) -> None:
         """The model itself returned."""
+        if self.waiting is not None:
+            settle(self)
+        if self.learning:
+            self.succession.end()
+        self.learning = self.sparing = False
         self.last = _nothing
         if self._listener is not None:
             self._listener.forward_ended(output)
 
-    def suspect(self, index: int, position: str, tensor: Tensor, *, entering: bool = False) -> None:
+    def learn(self) -> None:
+        """Test all outputs in the forward that begins, and see which of them could wait for the next module."""
+        self.as_ever()
+        if not self.succession.done:
+            self.learning = True
+            self.succession.begin()
+
+    def spare(self) -> None:
+        """Do not test outputs that can wait in the forward that begins, if the next module is called with them."""
+        self.learning, self.sparing = False, not hooked_everywhere()
+        self._follow(light=True)
+
+    def as_ever(self) -> None:
+        """Test all outputs in the forward that begins."""
+        self.learning = self.sparing = False
+        self._follow(light=False)
+
+    def _follow(self, *, light: bool) -> None:
+        if light != self._light:
+            self._light = light
+            for handle in self._handles:
+                if isinstance(handle, Told):
+                    handle.follow(light=light)
+
+    def suspect(
+        self, index: int, position: str, tensor: Tensor, *, entering: bool = False, link: Link | None = None
+    ) -> None:
         """Hand a tensor that failed the cheap test to the guard that asked for it."""
         if self._suspect is not None:
-            self.listen(self._suspect, index, position, tensor, entering)
+            self.listen(self._suspect, index, position, tensor, entering, link)
 
     def cannot_test(self, index: int, why: str) -> None:
         """A tensor of a kind that has no sum, or a transform such as vmap, in which no value can be read."""
@@ -207,7 +239,7 @@ class _RootBegins(EntryHook):
 class _RootEnded(ReturnHook):
     tap: ForwardTap
 
-    def leave(self, output: Any) -> None:
+    def leave(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None, output: Any) -> None:
         if self.listens():
             self.tap.end(output)
 

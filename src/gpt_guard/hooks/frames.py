@@ -49,11 +49,28 @@ def user_line() -> SourceLine | None:
     return None
 
 
+def user_site() -> tuple[CodeType, int] | None:
+    """The same as a place in its code, which `line_in` makes a line of: for where a line is hardly ever asked for."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_foreign(frame.f_code.co_filename):
+        frame = frame.f_back
+    return None if frame is None else (frame.f_code, frame.f_lasti)
+
+
 def line_of(frame: FrameType) -> SourceLine:
     """The line at which a frame stands."""
     code = frame.f_code
     text = linecache.getline(code.co_filename, frame.f_lineno, frame.f_globals).strip()
     return SourceLine(file=code.co_filename, line=frame.f_lineno, function=code.co_name, text=text)
+
+
+def line_in(code: CodeType, at: int) -> SourceLine | None:
+    """The line of some code at an offset in bytes (`frame.f_lasti`); None where it is not the user's."""
+    line = next((line for start, end, line in code.co_lines() if start <= at < end), None)
+    if line is None or is_foreign(code.co_filename):
+        return None
+    text = linecache.getline(code.co_filename, line).strip()
+    return SourceLine(file=code.co_filename, line=line, function=code.co_name, text=text)
 
 
 def is_foreign(file: str) -> bool:
@@ -71,10 +88,13 @@ class Call(NamedTuple):
     inputs: tuple[tuple[Any, ...], dict[str, Any]] | None
 
 
-def running_calls() -> list[Call]:
-    """The modules whose code is running in this thread, innermost first. Walks all frames: only after a failure."""
+def running_calls(code: CodeType | None = None) -> list[Call]:
+    """The modules whose code is running in this thread, innermost first. Walks all frames: only after a failure.
+
+    `code` leaves out what was called from that code, if it is running.
+    """
     found: list[Call] = []
-    frame = sys._getframe(1)
+    frame = _running(code) or sys._getframe(1)
     before = frame.f_code
     while frame is not None:
         if frame.f_code is _CALL or (frame.f_code is _AROUND and before is not _CALL):
@@ -90,6 +110,13 @@ def running_calls() -> list[Call]:
             break
         before, frame = frame.f_code, frame.f_back
     return found
+
+
+def _running(code: CodeType | None) -> FrameType | None:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame
 
 
 def running_module(among: Container[int] | None = None) -> nn.Module | None:

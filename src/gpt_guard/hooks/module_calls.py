@@ -18,7 +18,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from gpt_guard.hooks.copies import Uncopiable, Uncopied
-from gpt_guard.hooks.outputs import EntryHook, ReturnHook
+from gpt_guard.hooks.hook import EntryHook, ReturnHook
 
 _PLACE = "_compiled_call_impl"
 _LOCK = threading.RLock()
@@ -33,9 +33,14 @@ class _Watched:
     def __init__(self, module: nn.Module, told: tuple[Told, ...]) -> None:
         self.module = module
         self.told = told
-        hooks = [each.hook for each in told]
-        self.enter: Callable[..., None] | None = _all_of([hook.enter for hook in hooks if isinstance(hook, EntryHook)])
-        self.leave: Callable[..., None] | None = _all_of([hook.leave for hook in hooks if isinstance(hook, ReturnHook)])
+        entries = [_called(each, each.hook.enter) for each in told if isinstance(each.hook, EntryHook)]
+        returns = [_called(each, each.hook.leave) for each in told if isinstance(each.hook, ReturnHook)]
+        self.enter = _all_of([call for call in entries if call is not None])
+        self.leave = _all_of([call for call in returns if call is not None])
+
+
+def _called(told: Told, call: Callable[..., None]) -> Callable[..., None] | None:
+    return told.hook.lightly() if told.light else call
 
 
 def _all_of(calls: list[Callable[..., None]]) -> Callable[..., None] | None:
@@ -68,7 +73,7 @@ def watched_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         enter(args, kwargs)
     output = original(*args, **kwargs)
     if (leave := watched.leave) is not None:
-        leave(output)
+        leave(args, kwargs, output)
     return output
 
 
@@ -100,6 +105,7 @@ class Told:
 
     def __init__(self, module: nn.Module, hook: EntryHook | ReturnHook) -> None:
         self.hook = hook
+        self.light = False
         self._module = module
         self._handle: Uncopiable | None = None
         with _LOCK:
@@ -116,6 +122,13 @@ class Told:
             self._handle = Uncopiable(module.register_forward_pre_hook(hook, with_kwargs=True))
         else:
             self._handle = Uncopiable(module.register_forward_hook(hook))
+
+    def follow(self, *, light: bool) -> None:
+        """Tell the hook what it wants to know in light steps, or all."""
+        with _LOCK:
+            self.light = light
+            if self in (told := _told(self._module)):
+                _set(self._module, told)
 
     def remove(self) -> None:
         """Stop telling; may run twice. With the last one, `nn.Module` is as it was."""

@@ -18,7 +18,7 @@ from gpt_guard.hooks.modes import ModeLog
 from gpt_guard.hooks.pace import Pace
 from gpt_guard.hooks.versions import ParameterVersions
 from gpt_guard.ledger import Ledger
-from gpt_guard.records import Finding
+from gpt_guard.records import Finding, SourceLine
 
 
 class Watch:
@@ -26,13 +26,14 @@ class Watch:
 
     `step` counts optimizer steps from 0 and names the one being prepared; `micro_batch` counts the backward calls for
     it, `forwards` the training forwards since the last backward. `immediate` tells whether reading a value is free here
-    (CPU); otherwise values go through `ledger`. `loss` is what a backward was called on, in `after_backward` only;
-    `grad_norms` are those of the last that reached the model. `evaluating` is True inside of `guardian.evaluating()`,
-    `evaluation` in every forward without gradients. `scaling` is True while a GradScaler's scale is on the gradients,
-    `closure` while a step evaluates a closure. `versions` tells who wrote to the parameters. `settle()` has all
-    steps judged that were made so far. `inspection` tells whether this step is inspected, and of the calls in it,
-    `pace` whether it is measured in full. `forward_begins` are called at each forward of the model, `full_forwards`
-    after them where it is measured in full. `logged` holds the newest numbers that the loop gave to `guardian.log()`.
+    (CPU); otherwise values go through `ledger`. `loss` is what a backward was called on, in `after_backward` only, and
+    `backward_line` where, if that line has been left since; `grad_norms` are those of the last that reached the model.
+    `evaluating` is True inside of `guardian.evaluating()`, `evaluation` in every forward without gradients. `scaling`
+    is True while a GradScaler's scale is on the gradients, `closure` while a step evaluates a closure. `versions` tells
+    who wrote to the parameters. `settle()` has all steps judged that were made so far. `inspection` tells whether this
+    step is inspected, and of the calls in it, `pace` whether it is measured in full. `forward_begins` are called at
+    each forward of the model, `full_forwards` after them where it is measured in full. `logged` holds the newest
+    numbers that the loop gave to `guardian.log()`.
     A shared parameter appears once, under its first name.
     """
 
@@ -70,6 +71,7 @@ class Watch:
         # Replaced by whoever keeps steps that are not judged yet.
         self.settle: Callable[[], None] = _nothing
         self.loss: Tensor | None = None
+        self.backward_line: SourceLine | None = None
         self.grad_norms: GradNorms | None = None
         self.logged: dict[str, float] = {}
         self.times_logged: dict[str, int] = {}

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from gpt_guard.hooks.outputs import EntryHook, ReturnHook, Tap, tested, values_of
+from gpt_guard.hooks.hook import EntryHook, ReturnHook, Tap
+from gpt_guard.hooks.sums import tested, values_of
 from gpt_guard.hooks.tensors import version_of, walk
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -147,7 +148,7 @@ class WeighOutputs(ReturnHook):
 
     tap: ScaleTap
 
-    def leave(self, output: Any) -> None:
+    def leave(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None, output: Any) -> None:
         """Weigh all of it."""
         if self.listens():
             if output is not None:

@@ -1,0 +1,223 @@
+"""The gradients of light steps: their norms after the backward, and what was done to them until the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+
+from gpt_guard.hooks.clipped import NormClip
+from gpt_guard.hooks.gradients import Gradients, GradNorms, total_norm
+from gpt_guard.hooks.pace import Pace
+from gpt_guard.hooks.row_norms import RowNorms
+from gpt_guard.hooks.tensors import version_of
+from gpt_guard.hooks.total_norm import TOTAL_NORMS
+
+_GRAD = attrgetter("grad")
+_VERSION = attrgetter("_version")
+# Norms taken twice of the same gradients, or worked out from a clipping factor, differ by rounding.
+_SAME = 1e-4
+
+
+class LightGradients:
+    """Knows which parameters have a gradient after a backward, and which state the backward has left it in.
+
+    Where the full steps have shown that `clip_grad_norm_` comes next and takes the norms of all of them, nothing is
+    measured after the backward: the norms are heard from there, before anything is scaled, and are `waited` for until
+    then. Whoever cannot wait any longer calls `resolve`. `known` is told of norms that are finite, `unknown` of
+    gradients that somebody has changed meanwhile, `bad` of those that have to be looked at in full.
+    """
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        pace: Pace,
+        *,
+        known: Callable[[GradNorms], None],
+        unknown: Callable[[], None],
+        bad: Callable[[], None],
+    ) -> None:
+        self._gradients = gradients
+        self._pace = pace
+        self._known, self._unknown, self._bad = known, unknown, bad
+        self._clip = NormClip(gradients.parameters)
+        self.names = gradients.names
+        self._learn = gradients.parameters
+        self._frozen: list[Tensor] = []
+        self._norms = RowNorms(self._learn)
+        self._nothing = [None] * len(gradients.parameters)
+        self._ids: list[int] = []
+        self._versions: list[int] = []
+        # Whether the last full step has shown that the norms can be heard, and whether this one has, so far.
+        self.heard_before = self._heard = False
+        self.waited = False
+        self.listening = False
+
+    def open(self) -> None:
+        """Begin to listen to clipping."""
+        self._clip.open()
+        for patch in TOTAL_NORMS:
+            patch.add(self)
+
+    def close(self) -> None:
+        """Let everything go; may run twice."""
+        self._clip.close()
+        for patch in TOTAL_NORMS:
+            patch.remove(self)
+        self._learn, self._frozen = [], []
+        self.waited = self.listening = False
+
+    def begin(self) -> None:
+        """A backward begins."""
+        self._clip.begin()
+        self._heard = self.listening = False
+
+    def cleared(self) -> bool:
+        """Whether no parameter has a gradient."""
+        # Not one by one: a list of None is compared by identity.
+        return list(map(_GRAD, self._gradients.parameters)) == self._nothing
+
+    def take(self) -> GradNorms | None:
+        """The norms now, if the same parameters as ever have a gradient, each a finite one."""
+        grads = self._grads()
+        try:
+            norms = self._norms.measure(grads)
+        except (TypeError, RuntimeError):
+            # It has reached other parameters than the last one, or none, or left gradients of another kind.
+            self._divide()
+            return None
+        total = sum(norms)
+        if total - total != 0.0 or self._thawed():
+            self._pace.doubt()
+            self._divide()
+            return None
+        # Of this very backward: other steps may leave other counts.
+        self._ids, self._versions = list(map(id, grads)), list(map(_VERSION, grads))
+        return GradNorms(self.names, norms)
+
+    def wait(self) -> bool:
+        """Remember the gradients as they are, and wait for their norms; False if they are not the same as ever."""
+        grads = self._grads()
+        try:
+            versions = list(map(_VERSION, grads))
+        except (AttributeError, RuntimeError):
+            self._divide()
+            return False
+        if self._thawed():
+            self._pace.doubt()
+            self._divide()
+            return False
+        self._ids, self._versions = list(map(id, grads)), versions
+        self.waited = self.listening = True
+        return True
+
+    def norms_heard(self, gradients: Sequence[Tensor], norms: Sequence[Tensor]) -> None:
+        """`clip_grad_norm_` has taken norms: of ours, or of somebody else's gradients."""
+        self.listening = False
+        ids = list(map(id, gradients))
+        if ids != self._ids:
+            if not set(ids).isdisjoint(self._ids):
+                self.resolve()
+            else:
+                self.listening = True
+            return
+        same = len(norms) == len(ids) and list(map(version_of, gradients)) == self._versions
+        self._heard = same
+        if not self.waited:
+            return
+        if not same:
+            self.resolve()
+        else:
+            self.waited = False
+            found: list[float] = torch.stack(list(norms)).tolist()
+            total = sum(found)
+            if total - total == 0.0:
+                self._known(GradNorms(self.names, found))
+            else:
+                self._pace.doubt()
+                self._divide()
+                self._bad()
+
+    def resolve(self) -> None:
+        """Measure what was waited for, unless somebody has changed it since."""
+        if not self.waited:
+            return
+        self.waited = self.listening = self.heard_before = False
+        if self._state() != (self._ids, self._versions):
+            self._pace.doubt()
+            self._unknown()
+        elif (norms := self.take()) is not None:
+            self._known(norms)
+        else:
+            self._bad()
+
+    def _thawed(self) -> bool:
+        return bool(self._frozen) and any(parameter.grad is not None for parameter in self._frozen)
+
+    def _divide(self) -> None:
+        """Note which parameters have a gradient: the next backward is expected to reach the same ones."""
+        if not self._gradients.ordinary:
+            self._pace.never_light()
+            return
+        pairs = list(zip(self._gradients.names, self._gradients.parameters, strict=True))
+        learn = [(name, parameter) for name, parameter in pairs if parameter.grad is not None]
+        names = [name for name, _ in learn]
+        if names and names != self.names:
+            self.names, self._learn = names, [parameter for _, parameter in learn]
+            self._frozen = [parameter for _, parameter in pairs if parameter.grad is None]
+            self._norms = RowNorms(self._learn)
+
+    def _grads(self) -> list[Tensor]:
+        return list(map(_GRAD, self._learn))
+
+    def _state(self) -> tuple[list[int], list[int]] | None:
+        grads = self._grads()
+        try:
+            return list(map(id, grads)), list(map(_VERSION, grads))
+        except (AttributeError, RuntimeError):
+            # One of them is gone, or of a kind that does not count.
+            return None
+
+    def factor(self, norms: GradNorms) -> float | None:
+        """What the gradients were multiplied by since the backward, told from calls or measured; None if not finite."""
+        if (known := self._told_factor()) is not None:
+            return known
+        try:
+            now = total_norm(self._norms.measure(self._grads()))
+        except (TypeError, RuntimeError):
+            # One of them is gone, or another kind of tensor by now.
+            return None
+        before = total_norm(norms.norms)
+        return now / before if before and now - now == 0.0 else None
+
+    def _told_factor(self) -> float | None:
+        """The factor, if version counters say that nothing but one `clip_grad_norm_` of all has written since."""
+        state = self._state()
+        if state is None or state[0] != self._ids:
+            return None
+        if not self._clip.calls:
+            return 1.0 if state[1] == self._versions else None
+        return self._clip.factor if state[1] == [version + 1 for version in self._versions] else None
+
+    # In full steps.
+
+    def recall(self) -> None:
+        """Remember the gradients as the last light backward has left them."""
+        self._gradients.recall(self._learn, zip(self._ids, self._versions, strict=False))
+
+    def note(self) -> None:
+        """A backward was measured in full: remember the gradients as it left them."""
+        self._divide()
+        grads = [grad for grad in self._grads() if grad is not None]
+        self._ids, self._versions = list(map(id, grads)), list(map(version_of, grads))
+        self.listening = True
+
+    def verify(self, before: float | None, now: float | None, *, single: bool) -> None:
+        """Compare what counters and calls tell with the norms that were measured after backward and before the step."""
+        self.heard_before, self.listening = single and self._heard, False
+        known = self._told_factor()
+        if known is not None and before and now is not None and not math.isclose(known * before, now, rel_tol=_SAME):
+            self._pace.never_light()

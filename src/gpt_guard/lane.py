@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gpt_guard.backlog import Backlog, Row
-from gpt_guard.hooks.chains import Site
-from gpt_guard.hooks.frames import line_in, user_site
+from gpt_guard.hooks.call_site import CallSite
 from gpt_guard.hooks.gradients import Gradients, GradNorms
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.ledger import Readings
@@ -64,8 +63,8 @@ class Lane:
         self._in_full = in_full
         # What the backward was called on, as long as its gradients may have to be looked at in full.
         self._called_on: Tensor | None = None
-        # Where the last one was called that was measured in full.
-        self._called_from: Site | None = None
+        # From where: the line, should they have to be looked at once it has been left.
+        self._caller = CallSite()
         self._loss = 0.0
         self._lr: list[Any] = []
         self._readings: Readings = {}
@@ -79,6 +78,10 @@ class Lane:
         """Let everything go; may run twice."""
         self.light.close()
         self._called_on = None
+
+    def backward_failed(self) -> None:
+        """The backward raised: its graph still has what it has saved, and goes with it."""
+        self.began, self._called_on = False, None
 
     # The backward.
 
@@ -105,6 +108,8 @@ class Lane:
         watch.micro_batch, watch.grad_norms = 0, None
         watch.capture.backward_begins(losses)
         self._roster.call_light("before_backward", losses[0])
+        if self.light.heard_before:
+            self._caller.again()
         return True
 
     def backward_ended(self) -> bool:
@@ -130,8 +135,11 @@ class Lane:
     def _norms_known(self, norms: GradNorms) -> None:
         watch = self._watch
         watch.grad_norms, watch.micro_batch = norms, 1
-        self._called_on = None
-        self._roster.call_light("after_backward")
+        watch.loss, self._called_on = self._called_on, None
+        try:
+            self._roster.call_light("after_backward")
+        finally:
+            watch.loss = None
         watch.capture.backward_ended(1)
 
     def _norms_unknown(self) -> None:
@@ -145,7 +153,7 @@ class Lane:
         self._unseen.backwards -= 1
         self._unseen.since = 0
         self.ready, loss, self._called_on = False, self._called_on, None
-        self._watch.backward_line = line_in(*self._called_from) if self._called_from is not None else None
+        self._watch.backward_line = self._caller.line
         try:
             self._in_full(loss)
         finally:
@@ -209,7 +217,8 @@ class Lane:
         if self.ready:
             self.light.recall()
         self.began = self.ready = self.stepping = False
-        self._called_on, self._called_from = None, user_site()
+        self._called_on = None
+        self._caller.find()
         self.light.begin()
 
     def note(self) -> None:

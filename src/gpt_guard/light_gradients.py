@@ -55,6 +55,8 @@ class LightGradients:
         self.heard_before = self._heard = False
         self.waited = False
         self.listening = False
+        # What is waited for, also where it is cleared or replaced meanwhile.
+        self._kept: list[Tensor] = []
 
     def open(self) -> None:
         """Begin to listen to clipping."""
@@ -67,7 +69,7 @@ class LightGradients:
         self._clip.close()
         for patch in TOTAL_NORMS:
             patch.remove(self)
-        self._learn, self._frozen = [], []
+        self._learn, self._frozen, self._kept = [], [], []
         self.waited = self.listening = False
 
     def begin(self) -> None:
@@ -82,7 +84,9 @@ class LightGradients:
 
     def take(self) -> GradNorms | None:
         """The norms now, if the same parameters as ever have a gradient, each a finite one."""
-        grads = self._grads()
+        return self._take(self._grads())
+
+    def _take(self, grads: list[Tensor]) -> GradNorms | None:
         try:
             norms = self._norms.measure(grads)
         except (TypeError, RuntimeError):
@@ -110,7 +114,7 @@ class LightGradients:
             self._pace.doubt()
             self._divide()
             return False
-        self._ids, self._versions = list(map(id, grads)), versions
+        self._ids, self._versions, self._kept = list(map(id, grads)), versions, grads
         self.waited = self.listening = True
         return True
 
@@ -124,14 +128,16 @@ class LightGradients:
             else:
                 self.listening = True
             return
-        same = len(norms) == len(ids) and list(map(version_of, gradients)) == self._versions
+        # Of those that are waited for it is known that they count.
+        versions = list(map(_VERSION if self.waited else version_of, gradients))
+        same = len(norms) == len(ids) and versions == self._versions
         self._heard = same
         if not self.waited:
             return
         if not same:
             self.resolve()
         else:
-            self.waited = False
+            self.waited, self._kept = False, []
             found: list[float] = torch.stack(list(norms)).tolist()
             total = sum(found)
             if total - total == 0.0:
@@ -142,17 +148,37 @@ class LightGradients:
                 self._bad()
 
     def resolve(self) -> None:
-        """Measure what was waited for, unless somebody has changed it since."""
+        """Measure what was waited for, unless somebody has written to it since."""
         if not self.waited:
             return
         self.waited = self.listening = self.heard_before = False
-        if self._state() != (self._ids, self._versions):
+        kept, self._kept, learn = self._kept, [], self._learn
+        same = self._state() == (self._ids, self._versions)
+        if not same:
             self._pace.doubt()
+        if not same and list(map(_VERSION, kept)) != self._versions:
             self._unknown()
-        elif (norms := self.take()) is not None:
+        elif (norms := self._take(kept)) is not None:
             self._known(norms)
-        else:
+        elif same:
             self._bad()
+        else:
+            self._look_back(learn, kept)
+
+    def _look_back(self, learn: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
+        """Have them looked at in full, put back for as long as that takes: they were cleared, or replaced."""
+        now = [parameter.grad for parameter in learn]
+        try:
+            _put(learn, kept)
+        except RuntimeError:
+            # A parameter of another shape or dtype by now.
+            _put(learn, now)
+            self._unknown()
+            return
+        try:
+            self._bad()
+        finally:
+            _put(learn, now)
 
     def _thawed(self) -> bool:
         return bool(self._frozen) and any(parameter.grad is not None for parameter in self._frozen)
@@ -221,3 +247,8 @@ class LightGradients:
         known = self._told_factor()
         if known is not None and before and now is not None and not math.isclose(known * before, now, rel_tol=_SAME):
             self._pace.never_light()
+
+
+def _put(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient

@@ -137,7 +137,7 @@ class Loop:
     def backward_failed(self) -> None:
         """The backward raised, or a guard halted: be ready for the next one."""
         if self._lane is not None:
-            self._lane.began = False
+            self._lane.backward_failed()
         self._watch.tap.paused = False
         self._loss = None
 
@@ -240,8 +240,10 @@ class Loop:
             watch.tap.forget()
 
     def settle(self) -> None:
-        """Have the steps judged that wait for it; raises what halts."""
+        """Have the steps judged that wait for it, and gradients that wait for clipping; raises what halts."""
         self._backlog.settle()
+        if self._lane is not None:
+            self._lane.light.resolve()
 
     def close(self) -> None:
         """Let go of what listens to the loop; may run twice."""
@@ -251,8 +253,6 @@ class Loop:
     def finish(self) -> None:
         """Complete what still waits, and let the guards say what is left to say."""
         self.settle()
-        if self._lane is not None:
-            self._lane.light.resolve()
         readings = self._steps.read()
         if readings and not self._watch.immediate:
             # A forward, or a backward, that no step has followed.

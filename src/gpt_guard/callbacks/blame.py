@@ -51,11 +51,12 @@ class Shown:
 class Blame:
     """Who made it: the module `maker` by index, or code outside of the model (None): what it was called with was bad.
 
-    `receiver` is the module that only received it; `after` the last module inside the maker that had returned. `state`
-    is a parameter or buffer of the maker that was bad before. Where `certain` is False, `maker` is the closest that can
-    be told; `ignored` says that the maker's outputs are not tested. `masked_rows` counts the rows that are -inf
-    throughout in what the maker works on, `neg_inf` names an input of it that holds -inf, as a mask does; `bad_locals`
-    names the variables of its code that are bad, `where` is its line, where its code is still running.
+    `receiver` is the module that only received it; `after` the last module inside the maker that had returned.
+    `state` is a parameter or buffer of the maker that was bad before. Where `certain` is False, `maker` is the
+    closest that can be told; `rewritten` says that somebody has written to the output since, `ignored` that the
+    maker's outputs are not tested. `masked_rows` counts the rows that are -inf throughout in what the maker works
+    on, `neg_inf` names an input of it that holds -inf, as a mask does; `bad_locals` names the variables of its code
+    that are bad, `where` is its line, where its code is still running.
     """
 
     maker: int | None
@@ -67,6 +68,7 @@ class Blame:
     neg_inf: str | None = None
     bad_locals: tuple[str, ...] = ()
     certain: bool = True
+    rewritten: bool = False
     ignored: bool = False
     where: SourceLine | None = None
 
@@ -87,7 +89,7 @@ def blame(
     Runs inside of the module's call and reads tensors exactly: only after a failure. `untouched` are the versions that
     float buffers had when the forward began, `masks` the ids of what was -inf when the watch began.
     """
-    running = running_calls(link.site[0] if link is not None and link.site is not None else None)
+    running = running_calls(link.site.code if link is not None and link.site is not None else None)
     calls = [(tap.index[id(call.module)], call.inputs) for call in running if id(call.module) in tap.index]
     own: Any = next((inputs for module, inputs in calls if module == index and inputs is not None), ((), {}))
     # A module that has just returned stands last in the order; what matters is what had returned before.

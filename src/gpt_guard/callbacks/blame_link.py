@@ -25,12 +25,12 @@ def culprit_of(
 ) -> Blame:
     """What `blame` finds; with a link, at the line where the module was called, which has been left since.
 
-    Not certain where somebody has written to the output meanwhile.
+    `rewritten` where somebody has written to the output meanwhile.
     """
     culprit = blame(tap, index, position, tensor, link, entering=entering, untouched=untouched, masks=masks)
     if link is None:
         return culprit
     where = culprit.where
-    if link.site is not None and index in (culprit.maker, culprit.receiver):
-        where = line_in(*link.site)
-    return replace(culprit, where=where, certain=culprit.certain and link.unwritten)
+    if link.site is not None and link.site.line is not None and index in (culprit.maker, culprit.receiver):
+        where = line_in(*link.site.line)
+    return replace(culprit, where=where, rewritten=not link.unwritten)

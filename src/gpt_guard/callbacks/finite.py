@@ -24,7 +24,7 @@ from gpt_guard.callbacks.finite_verdict import bad_batch, verdict
 from gpt_guard.callbacks.microscope import Microscope
 from gpt_guard.callbacks.settings import check_types, patterns
 from gpt_guard.hooks.chains import Link
-from gpt_guard.hooks.frames import user_line
+from gpt_guard.hooks.frames import caller_line, user_line
 from gpt_guard.hooks.reach import reaches
 from gpt_guard.hooks.state import StateWatch
 from gpt_guard.hooks.sums import is_finite_scalar
@@ -36,14 +36,14 @@ from gpt_guard.records import Finding, Moment, Observation
 class FiniteGuard(Guard):
     """Halt on NaN or +inf in the batch, module outputs, loss, gradients, parameters or buffers, before the update.
 
-    On the CPU each module output is tested where it is made, with one sum; an exact test confirms before anything is
-    said, so finite values that only overflow the sum stay quiet. On an accelerator minimum and maximum of each input
-    and output wait on the device and are read once, before `step()`. -inf without NaN or +inf is what masks look like:
-    it is recorded (GG109), not halted on; trained parameters and running statistics that turn -inf are found. A bad
-    batch counts once an output, the loss or a gradient is bad with it: some models take NaN for a missing value.
-    Integer tensors have nothing to test; sharded ones are tested by their local part; quantized, nested and meta
-    tensors are listed as not watched. A watched nn.TransformerEncoderLayer does not take torch's fast path for
-    inference: it computes the same by its usual one.
+    On the CPU each module output is tested where it is made, with one sum (in light steps a chain of them at its end,
+    see docs/light-steps.md); an exact test confirms before anything is said, so finite values that only overflow the
+    sum stay quiet. On an accelerator minimum and maximum of each input and output wait on the device and are read
+    once, before `step()`. -inf without NaN or +inf is what masks look like: it is recorded (GG109), not halted on;
+    trained parameters and running statistics that turn -inf are found. A bad batch counts once an output, the loss or
+    a gradient is bad with it: some models take NaN for a missing value. Integer tensors have nothing to test; sharded
+    ones are tested by their local part; quantized, nested and meta tensors are listed as not watched. A watched
+    nn.TransformerEncoderLayer does not take torch's fast path for inference: it computes the same by its usual one.
 
     - `ignore`: patterns of module paths whose outputs are not tested, e.g. `["head.*"]`; the rest is watched as usual.
     - `outputs`, `gradients`, `parameters`, `buffers`: what to watch; the loss always is.
@@ -129,7 +129,7 @@ class FiniteGuard(Guard):
             batch = bad_batch(watch)
             if batch is not None:
                 watch.pace.doubt()
-                self._batch = (batch, self._here_now())
+                self._batch = (batch, self._here_now() | {"where": caller_line(watch.model) or user_line()})
 
     def _catch_up(self) -> bool:
         """Do what light steps have left out, now that something is bad; True if a step had spoilt the state before."""
@@ -203,7 +203,7 @@ class FiniteGuard(Guard):
     def after_backward(self) -> None:
         """Look at the gradients before clipping can spread one NaN to all of them."""
         watch, norms = self.watch, self.watch.grad_norms
-        micro_batch, self._micro_batch = self._micro_batch, watch.micro_batch
+        micro_batch, self._micro_batch = watch.micro_batch - 1, watch.micro_batch
         if not watch.immediate:
             self._late.keep_backward(watch, micro_batch, self._loss, gradients=self.gradients and not watch.scaling)
             return

@@ -129,6 +129,8 @@ def _origin(watch: Watch, culprit: Blame) -> str:
         before = f"before it called {module_name(watch, culprit.receiver)}, which only received it"
         sure = "" if culprit.certain else " This is the closest that can be told: a method was called, not the module."
         return f"{maker} made it in its own code, {f'{after} and ' if after else ''}{before}.{sure}"
+    if culprit.rewritten:
+        return f"{maker} made it, or the code that wrote to its output in place before the next module was called."
     if not culprit.certain:
         return f"{maker} made it, or was given it: it writes to its own input, so what came in is no longer known."
     if culprit.after is not None:

@@ -7,11 +7,13 @@ read too, the first one first, to name the one that made it.
 
 from __future__ import annotations
 
+import os
 import sys
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
@@ -19,11 +21,24 @@ from gpt_guard.hooks.pace import Pace
 from gpt_guard.hooks.tensors import version_of
 
 # Each of these multiplies, adds or passes on every element; -inf alone may get lost in some, as a mask may.
-_CARRYING = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.GELU, nn.SiLU, nn.ReLU, nn.Dropout)
-# Behind `note`: the hook, `watched_call`, torch's own frame of the call, the caller.
-_CALLER = 4
-# A caller's code, and how far it had come: `f_lasti` of its frame.
-Site = tuple[CodeType, int]
+_KINDS: tuple[type[nn.Module], ...] = (
+    nn.Linear,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.GELU,
+    nn.SiLU,
+    nn.ReLU,
+    nn.Dropout,
+)
+_CARRYING = {kind: kind.forward for kind in _KINDS}
+_OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+class Site(NamedTuple):
+    """From where a module is called: the code, and the user's line as `line_in` takes it, None for the loop itself."""
+
+    code: CodeType
+    line: tuple[CodeType, int] | None
 
 
 class Link(NamedTuple):
@@ -32,7 +47,7 @@ class Link(NamedTuple):
     `site` tells from where the module is called. If what it was given may be bad, that code is still running.
     """
 
-    given: Tensor
+    given: Any
     unwritten: bool
     site: Site | None
 
@@ -50,25 +65,29 @@ class Linked(Protocol):
     """A hook on a module that may stand in a chain."""
 
     index: int
-    carries: bool
 
 
 def carries(module: nn.Module) -> bool:
-    """Whether a module cannot lose a NaN or +inf of its one input; not a subclass, whose code is its own."""
-    return type(module) in _CARRYING and not getattr(module, "inplace", False)
+    """Whether a module cannot lose a NaN or +inf of its one input; not a subclass, nor with another's `forward`."""
+    kind = type(module)
+    if _CARRYING.get(kind) is not kind.forward or "forward" in vars(module) or getattr(module, "inplace", False):
+        return False
+    # What a sparse weight does not store multiplies nothing, and no column shows nothing.
+    layout = getattr(getattr(module, "weight", None), "layout", torch.strided)
+    return layout is torch.strided and getattr(module, "out_features", 1) > 0
 
 
 def hooked_everywhere() -> bool:
-    """Whether somebody's hook may change what every module returns."""
-    return bool(torch_module._global_forward_hooks)
+    """Whether somebody's hook may change what every module is given or returns."""
+    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 
 
 class Succession:
     """Learns in forwards where each output is tested which ones the next module is always called with.
 
     `known` holds the indices of the modules whose outputs may wait for it: each was called once in each forward so far,
-    and nothing had written to its output before the next module returned. For those in `inside` the code that called
-    them was still running then. `sites` tells where they were called from.
+    from one place, and nothing had written to its output before the next module returned. For those in `inside` the
+    code that called them was still running then. `sites` tells where they were called from.
     `writers` are the modules that have written to their own first input. `done` tells that it has seen enough.
     """
 
@@ -78,6 +97,8 @@ class Succession:
         self.sites: dict[int, Site] = {}
         self.writers: set[int] = set()
         self._forwards = 0
+        self._loop: CodeType | None = None
+        self._moved: set[int] = set()
         self._followed: set[int] = set()
         self._outside: set[int] = set()
         self._called: set[int] = set()
@@ -88,8 +109,9 @@ class Succession:
         """As many forwards as there are full steps at the start."""
         return self._forwards >= Pace.first
 
-    def begin(self) -> None:
-        """A forward in training mode begins."""
+    def begin(self, called_at: tuple[CodeType, int] | None) -> None:
+        """A forward in training mode begins; the loop has called it there."""
+        self._loop = None if called_at is None else called_at[0]
         self._followed, self._outside, self._called, self._newest = set(), set(), set(), None
 
     def note(
@@ -99,12 +121,13 @@ class Succession:
         args: tuple[Any, ...],
         output: Any,
         version: int | None,
+        called_at: tuple[CodeType, int] | None,
         *,
         alone: bool,
     ) -> None:
         """A module has returned. `version` is that of its first input when it was called, None if that is no tensor.
 
-        `alone` tells that it was called with one input and no more.
+        The user's code has called it there, through torch's or by itself; `alone`: with one input and no more.
         """
         newest, index = self._newest, hook.index
         if version is not None and version_of(args[0]) != version:
@@ -112,24 +135,27 @@ class Succession:
         if newest is not None and _is(output, newest):
             # The parent gives out what its last module returned.
             return
-        if newest is not None and hook.carries and args and _is(args[0], newest) and not module._forward_hooks:
+        if newest is not None and args and _is(args[0], newest) and carries(module) and not module._forward_hooks:
             self._followed.add(newest.place)
-            if not _runs(newest.caller, sys._getframe(_CALLER)):
+            if not _runs(newest.caller, _caller()):
                 self._outside.add(newest.place)
         self._newest = None
         if index in self._called:
             self._followed.discard(index)
         elif alone and type(output) is Tensor and output.numel() and version_of(output) >= 0:
-            caller = sys._getframe(_CALLER)
+            caller = _caller()
             self._newest = _Newest(index, ref(output), version_of(output), caller)
-            self.sites[index] = caller.f_code, caller.f_lasti
+            line = None if called_at is None or called_at[0] is self._loop else called_at
+            site = Site(caller.f_code, line)
+            if self.sites.setdefault(index, site) != site:
+                self._moved.add(index)
         self._called.add(index)
 
     def end(self) -> None:
         """The forward is over."""
         self._newest = None
         self._forwards += 1
-        self._followed -= self.writers
+        self._followed -= self.writers | self._moved
         inside = self._followed - self._outside
         first = self._forwards == 1
         self.known = self._followed if first else self.known & self._followed
@@ -145,10 +171,19 @@ def _is(value: Any, newest: _Newest) -> bool:
     return tensor is not None and value is tensor and version_of(tensor) == newest.version
 
 
-def _runs(caller: FrameType, frame: FrameType | None) -> bool:
-    """Whether a frame is the caller's, or of something that it has called and waits for."""
-    while frame is not None:
-        if frame is caller:
-            return True
+def _caller() -> FrameType:
+    """Who has called the module that has just returned: behind our own frames and torch's of the call."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_OWN) and frame.f_back is not None:
         frame = frame.f_back
-    return False
+    return frame.f_back or frame
+
+
+def _runs(caller: FrameType, frame: FrameType | None) -> bool:
+    """Whether a frame is the caller's, or of something that it has called and waits for.
+
+    Not if the same code runs in between, as a block's inside of a block: then code alone does not tell which it was.
+    """
+    while frame is not None and frame.f_code is not caller.f_code:
+        frame = frame.f_back
+    return frame is caller

@@ -19,6 +19,7 @@ from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.chains import Link, Succession, hooked_everywhere
 from gpt_guard.hooks.compiled import eager_modules
 from gpt_guard.hooks.copies import Uncopiable
+from gpt_guard.hooks.frames import user_site
 from gpt_guard.hooks.hook import EntryHook, EntryNote, ReturnHook
 from gpt_guard.hooks.idle_patterns import idle_patterns
 from gpt_guard.hooks.module_calls import Told
@@ -167,7 +168,9 @@ class ForwardTap:
         self.succession.forget()
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The model itself was called."""
+        """The model itself was called: from inside of its own forward, perhaps, or after one that has failed."""
+        if self.waiting is not None:
+            settle(self)
         self.forget()
         self.inputs = (args, kwargs)
         self.calls += 1
@@ -190,7 +193,7 @@ class ForwardTap:
         self.as_ever()
         if not self.succession.done:
             self.learning = True
-            self.succession.begin()
+            self.succession.begin(user_site())
 
     def spare(self) -> None:
         """Do not test outputs that can wait in the forward that begins, if the next module is called with them."""

@@ -49,6 +49,19 @@ def user_line() -> SourceLine | None:
     return None
 
 
+def caller_line(module: nn.Module) -> SourceLine | None:
+    """The line of the user's that has called a running module, wherever inside this is asked; None if none has."""
+    frame: FrameType | None = sys._getframe(1)
+    found: FrameType | None = None
+    while frame is not None:
+        if frame.f_code in (_CALL, _AROUND) and frame.f_locals["self"] is module:
+            found = frame
+        frame = frame.f_back
+    while found is not None and is_foreign(found.f_code.co_filename):
+        found = found.f_back
+    return None if found is None else line_of(found)
+
+
 def user_site() -> tuple[CodeType, int] | None:
     """The same as a place in its code, which `line_in` makes a line of: for where a line is hardly ever asked for."""
     frame: FrameType | None = sys._getframe(1)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._C import _is_tracing
 
 from gpt_guard.hooks.chains import carries
+from gpt_guard.hooks.frames import user_site
 from gpt_guard.hooks.hook import EntryHook, ReturnHook, Tap, compiler
 from gpt_guard.hooks.sums import measure, quick_sum, sum_without_graph, tested
 from gpt_guard.hooks.tensors import walk
@@ -54,7 +55,7 @@ class OutputTest(ReturnHook):
         self.version = 0
         self.before: Waiting | None = None
         self.output: Tensor | None = None
-        self.given: Tensor | None = None
+        self.given: Any = None
 
     def leave(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None, output: Any) -> None:
         """Test each tensor of it."""
@@ -66,7 +67,7 @@ class OutputTest(ReturnHook):
         if tap.learning:
             version, _ = tap.entered.get(self.index, (None, 0))
             alone = len(args) == 1 and kwargs is not None and not kwargs
-            tap.succession.note(self, self._module, args, output, version, alone=alone)
+            tap.succession.note(self, self._module, args, output, version, user_site(), alone=alone)
         if tap.waiting is not None:
             settle(tap)
         if type(output) is Tensor:
@@ -79,12 +80,13 @@ class OutputTest(ReturnHook):
         succession = self.tap.succession
         self.waits = self.index in succession.known
         self.inside = self.index in succession.inside
+        self.carries = carries(self._module)
         return self.leave_light
 
     def leave_light(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None, output: Any) -> None:
-        """The same in a light step, where neither a compiler nor torch.jit.trace traces the model."""
+        """The same in a light step, where nobody traces the model; between two such steps somebody may."""
         tap = self.tap
-        if tap.paused:
+        if tap.paused or not (tap.sparing or self.listens()):
             return
         self._returned(self.index)
         before = tap.waiting
@@ -99,12 +101,15 @@ class OutputTest(ReturnHook):
                 unwritten = held._version == before.version
                 if output is held and unwritten:
                     return
-                if not (self.carries and unwritten and args and args[0] is held and not self._module._forward_hooks):
+                own = self._module.__dict__
+                follows = self.carries and unwritten and args and args[0] is held
+                if not follows or own["_forward_hooks"] or "forward" in own:
                     settle(tap)
                     before = None
             elif output is tap.last() and output._version == tap.last_version:
                 return
-            if self.waits and tap.sparing and len(args) == 1 and not kwargs:
+            # A module that is called again holds its first output already.
+            if self.waits and tap.sparing and self.output is None and len(args) == 1 and not kwargs:
                 given, version = args[0], output._version
                 if before or self.inside or (given is tap.last() and given._version == tap.last_version):
                     self.before, self.output, self.given, self.version = before, output, given, version
@@ -120,19 +125,21 @@ class OutputTest(ReturnHook):
             if tap.waiting is not None:
                 settle(tap)
             number = measure(tap, self.index, output)
-        self._judge(tap, output, number)
+        # x - x is 0 for a finite number and NaN otherwise: cheaper than a call of math.isfinite.
+        if number - number != 0.0:
+            self._accuse(tap, output)
         if before is not None:
             release(tap)
 
     def _test(self, tap: Tap, output: Tensor) -> None:
         if not tested(tap, output):
-            self._judge(tap, output, quick_sum(tap, self.index, output))
+            number = quick_sum(tap, self.index, output)
+            if number - number != 0.0:
+                self._accuse(tap, output)
 
-    def _judge(self, tap: Tap, output: Tensor, number: float) -> None:
-        # x - x is 0 for a finite number and NaN otherwise: cheaper than a call of math.isfinite.
-        if number - number != 0.0:
-            accuse(tap)
-            tap.suspect(self.index, "", output)
+    def _accuse(self, tap: Tap, output: Tensor) -> None:
+        accuse(tap)
+        tap.suspect(self.index, "", output)
 
     def _test_all(self, tap: Tap, output: Any) -> None:
         # Logits and loss, most often: without the general walk.

@@ -32,8 +32,11 @@ class NormListener(Protocol):
 def _around_total(
     original: Any, listeners: tuple[NormListener, ...], tensors: Any, norm_type: Any = 2.0, *args: Any, **kwargs: Any
 ) -> Any:
+    # First: what a compiler sees of a listener, it compiles for anew as often as that changes.
+    if torch.compiler.is_compiling() or not isinstance(tensors, list):
+        return original(tensors, norm_type, *args, **kwargs)
     told = [listener for listener in listeners if listener.listening]
-    if not told or torch.compiler.is_compiling() or not isinstance(tensors, list):
+    if not told:
         return original(tensors, norm_type, *args, **kwargs)
     heard: list[Tensor] = []
     failure: RuntimeError | None = None

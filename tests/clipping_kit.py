@@ -17,6 +17,14 @@ BAD = 30
 STEPS = 40
 
 
+def with_gradients() -> nn.Module:
+    """Two layers after a backward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    model(torch.randn(16, 4)).square().sum().backward()
+    return model
+
+
 def clip_all(_step: int, model: nn.Module, _optimizer: torch.optim.Optimizer) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 

@@ -11,13 +11,12 @@ from torch.nn.utils import clip_grad_norm_ as imported_before
 
 from gpt_guard.hooks.clipped import NormClip
 
+from ..clipping_kit import with_gradients
+
 
 @pytest.fixture
 def model() -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    model(torch.randn(16, 4)).square().sum().backward()
-    return model
+    return with_gradients()
 
 
 @pytest.fixture

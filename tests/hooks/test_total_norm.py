@@ -15,6 +15,8 @@ from torch.nn.utils import clip_grad_norm_ as imported_before
 
 from gpt_guard.hooks.total_norm import TOTAL_NORMS
 
+from ..clipping_kit import with_gradients
+
 _TOTAL: object = clip_grad._get_total_norm
 _FOREACH: object = torch._foreach_norm
 
@@ -38,10 +40,7 @@ class Heard:
 
 @pytest.fixture
 def model() -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    model(torch.randn(16, 4)).square().sum().backward()
-    return model
+    return with_gradients()
 
 
 @contextmanager

@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gpt_guard.backlog import Backlog, Row
+from gpt_guard.backlog import Backlog
 from gpt_guard.hooks.call_site import CallSite
-from gpt_guard.hooks.gradients import Gradients, GradNorms
+from gpt_guard.hooks.gradients import Gradients, GradNorms, HeardNorms
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.ledger import Readings
 from gpt_guard.light_gradients import LightGradients
@@ -24,8 +24,6 @@ from gpt_guard.progress import Progress
 from gpt_guard.roster import Roster
 from gpt_guard.stepping import Steps
 from gpt_guard.unseen import Unseen
-
-_MOST_WAITING = 8
 
 
 class Lane:
@@ -68,11 +66,11 @@ class Lane:
         self._loss = 0.0
         self._lr: list[Any] = []
         self._readings: Readings = {}
+        self._taken: GradNorms | HeardNorms = GradNorms([], [])
         # Whether the last step that was measured in full had one backward.
         self._single = False
         self.began = self.ready = self.stepping = False
         self.late = late
-        self._waiting = 0
 
     def close(self) -> None:
         """Let everything go; may run twice."""
@@ -132,7 +130,7 @@ class Lane:
         self.ready = True
         return True
 
-    def _norms_known(self, norms: GradNorms) -> None:
+    def _norms_known(self, norms: GradNorms | HeardNorms) -> None:
         watch = self._watch
         watch.grad_norms, watch.micro_batch = norms, 1
         watch.loss, self._called_on = self._called_on, None
@@ -173,7 +171,9 @@ class Lane:
             # The long way from here: what it has not seen itself.
             watch.ledger.put("backwards", 1)
             return False
-        self._readings = readings = {"loss.0": self._loss, "backwards": 1, "grad_norms": norms.norms, "clip": factor}
+        self._taken = norms
+        readings: Readings = {"loss.0": self._loss, "backwards": 1, "clip": factor}
+        self._readings = readings
         for place, each in enumerate(lr):
             readings[f"lr.{place}"] = each
         self._roster.call_light("before_step", optimizer)
@@ -194,20 +194,18 @@ class Lane:
     def step_ended(self, optimizer: Optimizer) -> None:
         """Measure what the step has done, and keep it; judge all that is kept once the next step is a full one."""
         self.stepping = False
-        watch, progress, steps = self._watch, self._progress, self._steps
+        watch, progress = self._watch, self._progress
         late: Readings = {}
+        watch.tap.inputs = None
+        watch.versions.step_ended()
         try:
-            late = steps.measure_light(optimizer)
+            late = self._steps.measure_light(optimizer)
         finally:
-            step = progress.steps[0]
-            row = Row(
-                step, self._readings, self.light.names, progress.tokens, progress.samples, steps.count_light(), late
-            )
-            self._backlog.add(row)
-        watch.inspection.step_ended(step + 1)
+            kept = progress.steps[0], self._readings, self._taken, progress.tokens, progress.samples
+            full = self._backlog.add((*kept, self._steps.count_light(), late))
+        watch.inspection.step_ended(watch.step)
         self._pace.step_ended()
-        self._waiting = (self._waiting + 1) % _MOST_WAITING
-        if self._pace.full or not (self.late and self._waiting):
+        if full or self._pace.full or not self.late:
             self._backlog.settle()
 
     # In full steps: is the short way right about this loop?

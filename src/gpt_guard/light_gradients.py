@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from operator import attrgetter, is_
 
-import torch
 from torch import Tensor
 
 from gpt_guard.hooks.clipped import NormClip
-from gpt_guard.hooks.gradients import Gradients, GradNorms, total_norm
+from gpt_guard.hooks.gradients import Gradients, GradNorms, HeardNorms, total_norm
 from gpt_guard.hooks.pace import Pace
 from gpt_guard.hooks.row_norms import RowNorms
 from gpt_guard.hooks.tensors import version_of
@@ -36,7 +35,7 @@ class LightGradients:
         gradients: Gradients,
         pace: Pace,
         *,
-        known: Callable[[GradNorms], None],
+        known: Callable[[GradNorms | HeardNorms], None],
         unknown: Callable[[], None],
         bad: Callable[[], None],
     ) -> None:
@@ -49,14 +48,13 @@ class LightGradients:
         self._frozen: list[Tensor] = []
         self._norms = RowNorms(self._learn)
         self._nothing = [None] * len(gradients.parameters)
-        self._ids: list[int] = []
+        # As the last backward has left them, until the step or the next one: also where they are cleared meanwhile.
+        self._kept: list[Tensor] = []
         self._versions: list[int] = []
         # Whether the last full step has shown that the norms can be heard, and whether this one has, so far.
         self.heard_before = self._heard = False
         self.waited = False
         self.listening = False
-        # What is waited for, also where it is cleared or replaced meanwhile.
-        self._kept: list[Tensor] = []
 
     def open(self) -> None:
         """Begin to listen to clipping."""
@@ -75,6 +73,7 @@ class LightGradients:
     def begin(self) -> None:
         """A backward begins."""
         self._clip.begin()
+        self._kept = []
         self._heard = self.listening = False
 
     def cleared(self) -> bool:
@@ -93,74 +92,75 @@ class LightGradients:
             # It has reached other parameters than the last one, or none, or left gradients of another kind.
             self._divide()
             return None
-        total = sum(norms)
-        if total - total != 0.0 or self._thawed():
+        if not _is_finite(sum(norms)) or self._thawed():
             self._pace.doubt()
             self._divide()
             return None
         # Of this very backward: other steps may leave other counts.
-        self._ids, self._versions = list(map(id, grads)), list(map(_VERSION, grads))
+        self._kept, self._versions = grads, list(map(_VERSION, grads))
         return GradNorms(self.names, norms)
 
     def wait(self) -> bool:
         """Remember the gradients as they are, and wait for their norms; False if they are not the same as ever."""
-        grads = self._grads()
+        grads = list(map(_GRAD, self._learn))
         try:
-            versions = list(map(_VERSION, grads))
+            self._versions = list(map(_VERSION, grads))
         except (AttributeError, RuntimeError):
             self._divide()
             return False
-        if self._thawed():
+        if self._frozen and self._thawed():
             self._pace.doubt()
             self._divide()
             return False
-        self._ids, self._versions, self._kept = list(map(id, grads)), versions, grads
+        self._kept = grads
         self.waited = self.listening = True
         return True
 
-    def norms_heard(self, gradients: Sequence[Tensor], norms: Sequence[Tensor]) -> None:
+    def norms_heard(self, gradients: Sequence[Tensor], norms: Tensor | None, total: Tensor | None) -> None:
         """`clip_grad_norm_` has taken norms: of ours, or of somebody else's gradients."""
-        self.listening = False
-        ids = list(map(id, gradients))
-        if ids != self._ids:
-            if not set(ids).isdisjoint(self._ids):
+        kept = self._kept
+        # By identity, and without a number made of each: this runs where nothing of us is in the caches.
+        if len(gradients) != len(kept) or not all(map(is_, gradients, kept)):
+            if not set(map(id, gradients)).isdisjoint(map(id, kept)):
+                self.listening = False
                 self.resolve()
-            else:
-                self.listening = True
             return
+        self.listening = False
         # Of those that are waited for it is known that they count.
         versions = list(map(_VERSION if self.waited else version_of, gradients))
-        same = len(norms) == len(ids) and versions == self._versions
-        self._heard = same
+        self._heard = norms is not None and versions == self._versions
         if not self.waited:
             return
-        if not same:
+        if norms is None or not self._heard:
             self.resolve()
+            return
+        self.waited = False
+        if total is not None and (value := total.item()) - value == 0.0:
+            # One that is not finite would show in it. They are read when the step is judged.
+            self._known(HeardNorms(self.names, norms))
+            return
+        found: list[float] = norms.tolist()
+        if _is_finite(sum(found)):
+            self._known(GradNorms(self.names, found))
         else:
-            self.waited, self._kept = False, []
-            found: list[float] = torch.stack(list(norms)).tolist()
-            total = sum(found)
-            if total - total == 0.0:
-                self._known(GradNorms(self.names, found))
-            else:
-                self._pace.doubt()
-                self._divide()
-                self._bad()
+            self._pace.doubt()
+            self._divide()
+            self._bad()
 
     def resolve(self) -> None:
         """Measure what was waited for, unless somebody has written to it since."""
         if not self.waited:
             return
         self.waited = self.listening = self.heard_before = False
-        kept, self._kept, learn = self._kept, [], self._learn
-        same = self._state() == (self._ids, self._versions)
-        if not same:
+        kept, learn = self._kept, self._learn
+        there, unwritten = self._in_place(), list(map(_VERSION, kept)) == self._versions
+        if not (there and unwritten):
             self._pace.doubt()
-        if not same and list(map(_VERSION, kept)) != self._versions:
+        if not unwritten:
             self._unknown()
         elif (norms := self._take(kept)) is not None:
             self._known(norms)
-        elif same:
+        elif there:
             self._bad()
         else:
             self._look_back(learn, kept)
@@ -181,7 +181,7 @@ class LightGradients:
             _put(learn, now)
 
     def _thawed(self) -> bool:
-        return bool(self._frozen) and any(parameter.grad is not None for parameter in self._frozen)
+        return any(parameter.grad is not None for parameter in self._frozen)
 
     def _divide(self) -> None:
         """Note which parameters have a gradient: the next backward is expected to reach the same ones."""
@@ -199,17 +199,16 @@ class LightGradients:
     def _grads(self) -> list[Tensor]:
         return list(map(_GRAD, self._learn))
 
-    def _state(self) -> tuple[list[int], list[int]] | None:
-        grads = self._grads()
-        try:
-            return list(map(id, grads)), list(map(_VERSION, grads))
-        except (AttributeError, RuntimeError):
-            # One of them is gone, or of a kind that does not count.
-            return None
+    def _in_place(self) -> bool:
+        """Whether the gradients are still those that the backward has left."""
+        kept = self._kept
+        return len(kept) == len(self._learn) and all(map(is_, map(_GRAD, self._learn), kept))
 
-    def factor(self, norms: GradNorms) -> float | None:
+    def factor(self, norms: GradNorms | HeardNorms) -> float | None:
         """What the gradients were multiplied by since the backward, told from calls or measured; None if not finite."""
-        if (known := self._told_factor()) is not None:
+        known = self._told_factor()
+        self._kept = []
+        if known is not None:
             return known
         try:
             now = total_norm(self._norms.measure(self._grads()))
@@ -217,36 +216,47 @@ class LightGradients:
             # One of them is gone, or another kind of tensor by now.
             return None
         before = total_norm(norms.norms)
-        return now / before if before and now - now == 0.0 else None
+        return now / before if before and _is_finite(now) else None
 
     def _told_factor(self) -> float | None:
         """The factor, if version counters say that nothing but one `clip_grad_norm_` of all has written since."""
-        state = self._state()
-        if state is None or state[0] != self._ids:
+        if not self._in_place():
+            return None
+        try:
+            # Counters only grow: what the sum shows is what each of them does.
+            written = sum(map(_VERSION, self._kept)) - sum(self._versions)
+        except RuntimeError:
+            # One of a kind that does not count.
             return None
         if not self._clip.calls:
-            return 1.0 if state[1] == self._versions else None
-        return self._clip.factor if state[1] == [version + 1 for version in self._versions] else None
+            return None if written else 1.0
+        return self._clip.factor if written == len(self._kept) else None
 
     # In full steps.
 
     def recall(self) -> None:
         """Remember the gradients as the last light backward has left them."""
-        self._gradients.recall(self._learn, zip(self._ids, self._versions, strict=False))
+        self._gradients.recall(self._learn, zip(map(id, self._kept), self._versions, strict=False))
 
     def note(self) -> None:
         """A backward was measured in full: remember the gradients as it left them."""
         self._divide()
-        grads = [grad for grad in self._grads() if grad is not None]
-        self._ids, self._versions = list(map(id, grads)), list(map(version_of, grads))
+        self._kept = [grad for grad in self._grads() if grad is not None]
+        self._versions = list(map(version_of, self._kept))
         self.listening = True
 
     def verify(self, before: float | None, now: float | None, *, single: bool) -> None:
         """Compare what counters and calls tell with the norms that were measured after backward and before the step."""
         self.heard_before, self.listening = single and self._heard, False
         known = self._told_factor()
+        self._kept = []
         if known is not None and before and now is not None and not math.isclose(known * before, now, rel_tol=_SAME):
             self._pace.never_light()
+
+
+def _is_finite(number: float) -> bool:
+    """Whether it is neither NaN nor infinite: a function in Python costs less here than to fetch one of C's."""
+    return number - number == 0.0
 
 
 def _put(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:

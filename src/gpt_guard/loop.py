@@ -194,17 +194,17 @@ class Loop:
 
     def step_ended(self, index: int) -> None:
         """Measure what the step has done."""
+        lane = self._lane
+        if lane is not None and lane.stepping and self._open[0] == 1:
+            self._open[0], self._stepped = 0, True
+            if not self._watch.tap.calls:
+                self._end_step()
+            lane.step_ended(self._watch.optimizers[0])
+            return
         self._open[index] = max(self._open[index] - 1, 0)
         if self._open[index]:
             return
         self._watch.versions.step_ended()
-        if self._lane is not None and self._lane.stepping:
-            self._stepped = True
-            self._watch.tap.inputs = None
-            if not self._watch.tap.calls:
-                self._end_step()
-            self._lane.step_ended(self._watch.optimizers[index])
-            return
         seen, self._observed = self._observed, None
         self._gradients.remember()
         self._clearings.step_ended(index)

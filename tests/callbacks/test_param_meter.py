@@ -53,7 +53,8 @@ def test_figures_may_be_asked_for_later() -> None:
         optimizer.step()
         for its in (watch, other):
             its.versions.step_ended()
-        late.after(optimizer, later=True)
+        watch.pace.full, other.pace.full = False, True
+        late.after(optimizer)
         prompt.after(optimizer)
         asked.append(watch.ledger.read()[None])
         expected.append(other.ledger.read()[None])

@@ -18,7 +18,7 @@ from gpt_guard.hooks.total_norm import TOTAL_NORMS
 from ..clipping_kit import with_gradients
 
 _TOTAL: object = clip_grad._get_total_norm
-_FOREACH: object = torch._foreach_norm
+_NORM: object = torch.linalg.vector_norm
 
 
 class Heard:
@@ -28,11 +28,13 @@ class Heard:
 
     def __init__(self, act: Callable[[], None] | None = None) -> None:
         self.told: list[tuple[list[Tensor], list[float]]] = []
+        self.totals: list[Tensor | None] = []
         self.values: list[list[Tensor]] = []
         self._act = act
 
-    def norms_heard(self, gradients: Sequence[Tensor], norms: Sequence[Tensor]) -> None:
-        self.told.append((list(gradients), [float(norm) for norm in norms]))
+    def norms_heard(self, gradients: Sequence[Tensor], norms: Tensor | None, total: Tensor | None) -> None:
+        self.told.append((list(gradients), [] if norms is None else norms.tolist()))
+        self.totals.append(total)
         self.values.append([gradient.clone() for gradient in gradients])
         if self._act is not None:
             self._act()
@@ -57,7 +59,7 @@ def heard() -> Iterator[Heard]:
     with listening(Heard()) as found:
         yield found
     assert clip_grad._get_total_norm is _TOTAL
-    assert torch._foreach_norm is _FOREACH
+    assert torch.linalg.vector_norm is _NORM
 
 
 def grads(model: nn.Module) -> list[Tensor]:
@@ -67,6 +69,7 @@ def grads(model: nn.Module) -> list[Tensor]:
 CALLS: dict[str, Callable[[nn.Module], Tensor]] = {
     "a generator": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01),
     "imported by name": lambda model: imported_before([*model.parameters()], 0.01),
+    "one by one": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01, foreach=False),
     "foreach asked for": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01, foreach=True),
     "a norm as text": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01, "2"),  # type: ignore[arg-type]  # torch turns it into a number
 }
@@ -75,8 +78,9 @@ CALLS: dict[str, Callable[[nn.Module], Tensor]] = {
 @pytest.mark.parametrize("call", CALLS)
 def test_norms_are_told_in_order_and_before_anything_is_scaled(model: nn.Module, heard: Heard, call: str) -> None:
     before = [grad.clone() for grad in grads(model)]
-    CALLS[call](model)
+    result = CALLS[call](model)
     ((told, norms),) = heard.told
+    assert heard.totals == [result]
     assert [id(grad) for grad in told] == [id(grad) for grad in grads(model)]
     assert norms == [float(grad.norm()) for grad in before]
     assert all(torch.equal(seen, old) for seen, old in zip(heard.values[0], before, strict=True))
@@ -96,7 +100,6 @@ def test_the_result_and_the_gradients_are_those_of_torch_to_the_bit(model: nn.Mo
 
 
 WITHOUT: dict[str, Callable[[nn.Module], Tensor]] = {
-    "one by one": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01, foreach=False),
     "the largest": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01, torch.inf),
     "the sum": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=1.0),
 }
@@ -108,6 +111,7 @@ def test_no_norms_where_there_are_none_of_this_kind(model: nn.Module, heard: Hea
     ((told, norms),) = heard.told
     assert len(told) == 4
     assert norms == []
+    assert heard.totals == [None]
 
 
 def test_nobody_is_told_who_does_not_listen(model: nn.Module, heard: Heard) -> None:
@@ -122,7 +126,8 @@ def test_what_is_not_finite_is_told_before_torch_raises(model: nn.Module, heard:
         nn.utils.clip_grad_norm_(model.parameters(), 0.01, error_if_nonfinite=True)
     ((_, norms),) = heard.told
     assert [norm != norm for norm in norms] == [True, False, False, False]
-    assert torch._foreach_norm is _FOREACH
+    assert heard.totals == [None]
+    assert torch.linalg.vector_norm is _NORM
 
 
 class Halt(Exception):
@@ -132,7 +137,7 @@ class Halt(Exception):
 def test_a_listener_that_raises_stops_the_call_before_it_scales(model: nn.Module) -> None:
     def halt() -> None:
         # By now torch has its own function back.
-        assert torch._foreach_norm is _FOREACH
+        assert torch.linalg.vector_norm is _NORM
         raise Halt
 
     grads(model)[0][0, 0] = torch.inf
@@ -146,7 +151,7 @@ def test_a_listener_that_raises_stops_the_call_before_it_scales(model: nn.Module
 def test_a_call_that_torch_refuses_leaves_nothing_behind(model: nn.Module, heard: Heard) -> None:
     with pytest.raises(ValueError, match="could not convert"):
         nn.utils.clip_grad_norm_(model.parameters(), 0.01, "largest")  # type: ignore[arg-type]  # it is what is tested
-    assert torch._foreach_norm is _FOREACH
+    assert torch.linalg.vector_norm is _NORM
     assert not heard.told
     nn.utils.clip_grad_norm_(model.parameters(), 0.01)
     assert len(heard.told[0][1]) == 4
@@ -155,7 +160,7 @@ def test_a_call_that_torch_refuses_leaves_nothing_behind(model: nn.Module, heard
 def test_norms_that_another_thread_takes_meanwhile_are_not_ours(
     model: nn.Module, heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    function = torch._foreach_norm
+    function = torch.linalg.vector_norm
     others: list[float] = []
 
     def in_the_middle() -> None:
@@ -172,7 +177,7 @@ def test_norms_that_another_thread_takes_meanwhile_are_not_ours(
         return function(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "_foreach_norm", slow)
+        patch.setattr(torch.linalg, "vector_norm", slow)
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
     assert others == [pytest.approx(6**0.5)]
     by_size = {len(told): norms for told, norms in heard.told}

@@ -113,7 +113,7 @@ class ParamDeltaProbe(Guard):
 
     def after_step(self, optimizer: Optimizer) -> None:
         if self._meter is not None:
-            self._meter.after(optimizer, later=not self.watch.pace.full)
+            self._meter.after(optimizer)
             if self._returns.suspected:
                 self._returns.after(self.watch)
         if self._wiring is not None:

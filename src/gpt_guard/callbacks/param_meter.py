@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -21,18 +20,22 @@ from gpt_guard.records import Observation
 _WRITTEN = 4
 
 
-@dataclass(slots=True)
 class Measured:
-    """One measured step: `columns` once the host has the figures, `verdicts` where suspects were compared exactly."""
+    """One measured step: `columns` once the host has the figures, `verdicts` where suspects were compared exactly.
 
-    plan: Plan
-    closure: bool
-    scaling: bool
-    confirmation: Confirmation | None
-    settle: Callable[[], None]
+    Most of it is the same in every light step: on the class, so that little is to be filled in.
+    """
+
+    closure = False
+    scaling = False
+    confirmation: Confirmation | None = None
     changes: Sequence[Change] = ()
     columns: Columns | None = None
     verdicts: dict[str, Verdict] | None = None
+
+    def __init__(self, plan: Plan, settle: Callable[[], None]) -> None:
+        self.plan = plan
+        self.settle = settle
 
     def figures(self) -> dict[str, float]:
         """The overall update-to-weight ratio and the largest change; nothing if nothing could be compared after all."""
@@ -111,22 +114,24 @@ class Meter:
             if not self._watch.closure:
                 self._confirming.take_grads()
 
-    def after(self, optimizer: Optimizer, *, later: bool = False) -> None:
+    def after(self, optimizer: Optimizer) -> None:
         """Compare with the values after the step, and put the figures into the ledger.
 
-        `later` puts a function there that gives them, so that those of several steps are worked out at once.
+        In a light step a function that gives them, so that those of several steps are worked out at once.
         """
         plan, confirmation = self._measuring, self._confirming
         self._measuring = self._confirming = None
         if plan is None:
             return
         watch = self._watch
-        measured = Measured(plan, watch.closure, watch.scaling, confirmation, self.settle)
-        if plan.host:
-            put = self._put_later(measured) if later and plan.kept else self._put_floats(measured)
-        else:
-            put = self._put_tensors(measured)
-        if not put:
+        measured = Measured(plan, self.settle)
+        usual = confirmation is None and not (watch.closure or watch.scaling)
+        if usual and plan.kept and not watch.pace.full:
+            if self._put_later(measured):
+                self._waiting[(watch.step, plan.index)] = measured
+            return
+        measured.closure, measured.scaling, measured.confirmation = watch.closure, watch.scaling, confirmation
+        if not (self._put_floats(measured) if plan.host else self._put_tensors(measured)):
             return
         # A fused optimizer takes the scaler's verdict along and skips by itself.
         if isinstance(overflow := getattr(optimizer, "found_inf", None), Tensor):

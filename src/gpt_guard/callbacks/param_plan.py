@@ -162,7 +162,7 @@ class Plan:
 
     def note(self, *, later: bool) -> bool:
         """Remember the values after the step, where `host` is True; False if there is nothing to compare with."""
-        if not self._bound():
+        if self._spoilt or not (self._in_place or self._bound()):
             return False
         for sampler in self._host:
             sampler.note(later=later)

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from gpt_guard.callbacks.param_columns import Columns
 from gpt_guard.callbacks.param_sample import NARROW, alike, layout, sample_view
+from gpt_guard.hooks.pace import Pace
 
-# Steps that may wait for their figures, as many as from one full step to the next.
-MOST_WAITING = 8
+# Steps that may wait for their figures: the light ones from one full step to the next.
+MOST_WAITING = Pace.every - 1
 
 
 class _Run:
@@ -114,7 +115,7 @@ class HostRows:
     def note(self, *, later: bool) -> None:
         """Remember the values after a step; `later`: beside those of steps that wait for their figures."""
         to = self._at + 1 if later else 1 - self._at
-        torch._foreach_copy_(self._row(to), self._views)
+        torch._foreach_copy_(self._rows[to] or self._row(to), self._views)
         self._at = to
 
     def figures(self, waiting: int, *, keep: bool) -> list[Columns]:

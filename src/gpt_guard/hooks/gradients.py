@@ -24,6 +24,24 @@ class GradNorms(NamedTuple):
     norms: Any
 
 
+class HeardNorms:
+    """The same, where they stand in a tensor that is free to read: it is read when somebody wants to know."""
+
+    __slots__ = ("_norms", "names")
+
+    def __init__(self, names: list[str], norms: Tensor) -> None:
+        self.names = names
+        self._norms: Any = norms
+
+    @property
+    def norms(self) -> list[float]:
+        """One float for each name."""
+        if isinstance(self._norms, Tensor):
+            self._norms = self._norms.tolist()
+        found: list[float] = self._norms
+        return found
+
+
 class Gradients:
     """The gradients of a fixed list of parameters: whether they changed, and their L2 norms.
 
@@ -100,7 +118,7 @@ class Gradients:
         before, self._mark = self._mark, _state(self.current() if grads is None else grads)
         return before != self._mark
 
-    def applied(self, measured: GradNorms, unit: Tensor | float | None, *, immediate: bool) -> GradNorms | None:
+    def applied(self, measured: GradNorms | HeardNorms, unit: Tensor | float | None, *, immediate: bool) -> GradNorms | None:
         """Norms just before a step, given those after the backward; None if the gradients are still the same.
 
         Always measures all of them. A version counter would tell most writes, but not `grad.data.clamp_()` or a

@@ -1,23 +1,26 @@
 """The norm of each gradient as `clip_grad_norm_` works it out for itself: heard, where it was to be measured anyway.
 
 It takes the norms of all gradients, joins them, and scales the gradients only then. So whoever hears them knows the
-gradients as the backward has left them, at no cost but a list.
+gradients as the backward has left them, at no cost but a reference to what it has joined.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from threading import Lock, get_ident
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.utils import clip_grad
 
 from gpt_guard.hooks.patches import Patch
 
 # Who holds it has put something in the place of torch's function, for as long as one call takes.
 _HEARING = Lock()
+_LISTENING = attrgetter("listening")
 
 
 class NormListener(Protocol):
@@ -25,18 +28,18 @@ class NormListener(Protocol):
 
     listening: bool
 
-    def norms_heard(self, gradients: Sequence[Tensor], norms: Sequence[Tensor]) -> None:
-        """The L2 norms of these, in their order; fewer where they could not be heard. Nothing is scaled yet."""
+    def norms_heard(self, gradients: Sequence[Tensor], norms: Tensor | None, total: Tensor | None) -> None:
+        """The L2 norms of these, `[n]` in their order, and the norm over all; None where they could not be heard.
+
+        Nothing is scaled yet. `total` is None, too, where torch is about to raise because it is not finite.
+        """
 
 
 def _around_total(
     original: Any, listeners: tuple[NormListener, ...], tensors: Any, norm_type: Any = 2.0, *args: Any, **kwargs: Any
 ) -> Any:
     # First: what a compiler sees of a listener, it compiles for anew as often as that changes.
-    if torch.compiler.is_compiling() or not isinstance(tensors, list):
-        return original(tensors, norm_type, *args, **kwargs)
-    told = [listener for listener in listeners if listener.listening]
-    if not told:
+    if is_compiling() or not isinstance(tensors, list) or not (told := [*filter(_LISTENING, listeners)]):
         return original(tensors, norm_type, *args, **kwargs)
     heard: list[Tensor] = []
     failure: RuntimeError | None = None
@@ -46,32 +49,31 @@ def _around_total(
     except RuntimeError as error:
         # With `error_if_nonfinite`: the listener knows more of it.
         failure = error
-    if float(norm_type) != 2.0:
-        heard.clear()
+    # The last norm that it takes is that of all the others.
+    known = bool(heard) and heard[-1].shape == (len(tensors),) and float(norm_type) == 2.0
     for listener in told:
-        listener.norms_heard(tensors, heard)
+        listener.norms_heard(tensors, heard[-1] if known else None, total if known else None)
     if failure is not None:
         raise failure
     return total
 
 
 def _hear(heard: list[Tensor], original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call it, and keep what `torch._foreach_norm` returns in this thread meanwhile; nothing if another thread does."""
+    """Call it, and keep what it takes norms of in this thread meanwhile; nothing if another thread does the same."""
     if not _HEARING.acquire(blocking=False):
         return original(*args, **kwargs)
-    thread, function = get_ident(), torch._foreach_norm
+    thread, function = get_ident(), torch.linalg.vector_norm
 
-    def hear(*args: Any, **kwargs: Any) -> Any:
-        norms = function(*args, **kwargs)
+    def hear(values: Any, *args: Any, **kwargs: Any) -> Any:
         if get_ident() == thread:
-            heard.extend(norms)
-        return norms
+            heard.append(values)
+        return function(values, *args, **kwargs)
 
-    torch._foreach_norm = hear
+    torch.linalg.vector_norm = hear
     try:
         return original(*args, **kwargs)
     finally:
-        torch._foreach_norm = function
+        torch.linalg.vector_norm = function
         _HEARING.release()
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from gpt_guard.hooks.capture import NoCapture
 from gpt_guard.hooks.forward import ForwardTap
-from gpt_guard.hooks.gradients import GradNorms
+from gpt_guard.hooks.gradients import GradNorms, HeardNorms
 from gpt_guard.hooks.inspection import Inspection
 from gpt_guard.hooks.modes import ModeLog
 from gpt_guard.hooks.pace import Pace
@@ -72,7 +72,7 @@ class Watch:
         self.settle: Callable[[], None] = _nothing
         self.loss: Tensor | None = None
         self.backward_line: SourceLine | None = None
-        self.grad_norms: GradNorms | None = None
+        self.grad_norms: GradNorms | HeardNorms | None = None
         self.logged: dict[str, float] = {}
         self.times_logged: dict[str, int] = {}
         self.modes_meant: set[str] = set()

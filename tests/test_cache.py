@@ -172,8 +172,10 @@ def test_a_fingerprint_that_does_not_belong_to_the_file(
 
 def test_a_part_that_was_not_recorded_cannot_be_compared(path: Path, make: Maker) -> None:
     cached(path, make, template="a")
-    with pytest.raises(CheckpointError, match="without a record of its tokenizer") as refused:
+    with pytest.raises(CheckpointError) as refused:
         cached(path, make, template="a", tokenizer=CHARS)
+    # Not in the error's own text, which is wrapped at a place that depends on how long the path is.
+    assert "without a record of its tokenizer" in refused.value.finding.seen
     assert refused.value.finding.code == "GG710"
 
 

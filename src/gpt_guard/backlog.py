@@ -14,7 +14,6 @@ from gpt_guard.progress import Progress
 from gpt_guard.records import Moment
 from gpt_guard.roster import Roster
 
-
 # Light steps from one full step to the next.
 _MOST = Pace.every - 1
 # A light step as it was measured: its number, the readings before it, the norms of its gradients, tokens and samples so

@@ -6,8 +6,6 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch._C import _is_tracing
-from torch.compiler import is_compiling
 
 from gpt_guard.backlog import Backlog
 from gpt_guard.hooks.watch import Watch
@@ -43,11 +41,12 @@ class Forwards:
             self._take_batch()
         if self._pace.full:
             watch.tap.as_ever() if watch.evaluation else watch.tap.learn()
-        elif len(self.threads) == 1 and not (is_compiling() or _is_tracing()):
+        elif len(self.threads) == 1:
             watch.tap.spare()
         else:
             watch.tap.as_ever()
-        watch.inspection.forward_begins(evaluation=watch.evaluation)
+        if watch.inspection.active or watch.evaluation:
+            watch.inspection.forward_begins(evaluation=watch.evaluation)
         self._roster.listen_all(watch.forward_begins)
         if self._pace.full:
             self._roster.listen_all(watch.full_forwards)

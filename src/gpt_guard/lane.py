@@ -120,7 +120,7 @@ class Lane:
             norms = light.take()
             usual = norms is not None
             if norms is not None:
-                self._norms_known(norms)
+                self._norms_measured(norms)
         if not usual:
             self._called_on = None
             return False
@@ -130,15 +130,18 @@ class Lane:
         self.ready = True
         return True
 
-    def _norms_known(self, norms: GradNorms | HeardNorms) -> None:
+    def _norms_measured(self, norms: GradNorms) -> None:
         watch = self._watch
-        watch.grad_norms, watch.micro_batch = norms, 1
-        watch.loss, self._called_on = self._called_on, None
+        watch.grad_norms, watch.micro_batch, watch.loss = norms, 1, self._called_on
         try:
             self._roster.call_light("after_backward")
         finally:
             watch.loss = None
-        watch.capture.backward_ended(1)
+        self._norms_known(norms)
+
+    def _norms_known(self, norms: GradNorms | HeardNorms) -> None:
+        self._watch.grad_norms, self._called_on = norms, None
+        self._watch.capture.backward_ended(1)
 
     def _norms_unknown(self) -> None:
         """Somebody has changed the gradients before they were looked at: the step tells how they are then."""

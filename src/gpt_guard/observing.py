@@ -59,7 +59,8 @@ class BatchForm:
 
     def amount(self, inputs: Any) -> tuple[int, int] | None:
         """The same for one like the last that was learnt; None if it is not, or is a single row."""
-        first = _main(inputs)
+        args = inputs[0]
+        first = args[0] if args else _main(inputs)
         if type(first) is not Tensor or first.dtype is not self._dtype:
             return None
         shape = first.shape

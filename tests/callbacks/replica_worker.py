@@ -6,6 +6,7 @@ Run by test_replicas.py: `python replica_worker.py RANK RANKS FILE [SCENARIO ...
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -175,8 +176,10 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=RANK, world_size=int(sys.argv[2]))
     chosen = sys.argv[4:] or list(SCENARIOS)
-    print(json.dumps({name: SCENARIOS[name]() for name in chosen}))
+    print(json.dumps({name: SCENARIOS[name]() for name in chosen}), flush=True)
     dist.destroy_process_group()
+    # Threads of gloo may be at work still, and the interpreter's end would abort the process for it now and then.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def test_where_a_generator_cannot_be_read_the_rest_is_kept(monkeypatch: pytest.M
 
     model = Net()
     surroundings = Surroundings(model)
-    monkeypatch.setattr(surroundings, "_random", [("cpu", refuse)])
+    monkeypatch.setattr(surroundings, "_random", [("cpu", torch.default_generator.get_state), ("cuda:0", refuse)])
     ambient = surroundings.take()
     assert ambient.random == {}
     assert ambient.training == (True, True, True)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -28,8 +29,10 @@ def main() -> None:
         if error.run is not None and error.ranks:
             both = [error.run(broken) for broken in (True, False)]
             found[error.source] = [[each.model_dump_json() for each in one] for one in both]
-    print(json.dumps(found))
+    print(json.dumps(found), flush=True)
     dist.destroy_process_group()
+    # Threads of gloo may be at work still, and the interpreter's end would abort the process for it now and then.
+    os._exit(0)
 
 
 if __name__ == "__main__":

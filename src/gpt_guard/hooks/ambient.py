@@ -17,6 +17,7 @@ from gpt_guard.hooks.saved import Pair, newest_pair
 # One question for all types of device. A torch that does not know it is asked for each type every time.
 _ANY_AUTOCAST: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _GRAD, _INFERENCE = torch.is_grad_enabled, torch.is_inference_mode_enabled
+_CPU_STATE = torch.default_generator.get_state
 _NEW = tuple.__new__
 
 
@@ -56,18 +57,13 @@ class Surroundings:
         self._off: dict[str, tuple[bool, torch.dtype]] = {}
         tensors = (*model.parameters(), *model.buffers())
         devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
-        self._random = [("cpu", torch.default_generator.get_state), *_generators(devices)]
+        self._random = [("cpu", _CPU_STATE), *_generators(devices)]
         self._types = ("cpu", *sorted({device.type for device in devices}))
 
     def take(self, *, fresh: bool = False) -> Ambient:
         """The surroundings as they are now; with `fresh`, as in an evaluation, nothing is taken over, nor next time."""
-        random: dict[str, Tensor] = {}
-        try:
-            for name, state in self._random:
-                random[name] = state()
-        except RuntimeError:
-            # A CUDA graph is being recorded: its generator cannot be read.
-            random = {}
+        # The CPU's comes first, and most often alone.
+        random = {"cpu": _CPU_STATE()} if len(self._random) == 1 else self._states()
         log, pace = self._log, self._pace
         if fresh or log is None or pace is None or pace.full or log.changes != self._changes:
             self._read(fresh=fresh)
@@ -79,6 +75,13 @@ class Surroundings:
             autocast = self._off = self._off or self._autocast()
         # A named tuple's own constructor is a function in Python, which calls this.
         return _NEW(Ambient, (random, self._training, autocast, _GRAD(), _INFERENCE(), newest_pair()))
+
+    def _states(self) -> dict[str, Tensor]:
+        try:
+            return {name: state() for name, state in self._random}
+        except RuntimeError:
+            # A CUDA graph is being recorded: its generator cannot be read.
+            return {}
 
     def _read(self, *, fresh: bool) -> None:
         training, log = _modes(self._modules), self._log

@@ -73,15 +73,10 @@ def numbers_of(output: Any) -> Numbers | None:
     if kind is Tensor:
         node = output.grad_fn
         return [] if node is None else node._sequence_nr()
-    if kind is not tuple:
+    if kind is not tuple or not _USUAL.issuperset(map(type, output)):
         return None
-    found: list[int | None] = []
-    for each in output:
-        if each is not None and type(each) is not Tensor:
-            return None
-        node = None if each is None else each.grad_fn
-        found.append(None if node is None else node._sequence_nr())
-    return found
+    nodes = [None if each is None else each.grad_fn for each in output]
+    return [None if node is None else node._sequence_nr() for node in nodes]
 
 
 def listed(numbers: Numbers) -> list[Arrival]:

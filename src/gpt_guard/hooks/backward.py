@@ -36,11 +36,12 @@ class _Local(threading.local):
 
 
 _LOCAL = _Local()
+_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def in_backward() -> bool:
     """Whether autograd is at work in this thread: what runs now was called by a backward, as a recomputation is."""
-    return torch._C._current_graph_task_id() != -1
+    return _task() != -1
 
 
 @contextmanager
@@ -60,7 +61,7 @@ def unnoticed(watcher: Callable[[Any], None] | None = None) -> Iterator[None]:
 def _around(original: Any, listeners: tuple[BackwardListener, ...], tensors: Any, *args: Any, **kwargs: Any) -> Any:
     # Reentrant checkpointing calls backward inside backward, in autograd's own threads on an accelerator: only the
     # outermost call counts.
-    if _LOCAL.inside or in_backward():
+    if _LOCAL.inside or _task() != -1:
         if _LOCAL.watcher is not None and not in_backward():
             _LOCAL.watcher(tensors)
         return original(tensors, *args, **kwargs)

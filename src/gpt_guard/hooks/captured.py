@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +17,8 @@ from gpt_guard.hooks.tensors import version_of, walk
 SMALL = 4 * 2**20
 # What a model is called with beside tensors, and what holds none.
 _PLAIN = (type(None), bool, int, float, str)
+_TENSORS = frozenset((Tensor,))
+_VERSION = attrgetter("_version")
 
 
 @dataclass(slots=True)
@@ -42,10 +45,13 @@ class ForwardCall:
     function which calls parts or methods of the model: with that, nothing else is known of the forward.
     """
 
-    __slots__ = (
-        "alone", "ambient", "args", "evaluation", "kwargs", "loss_calls", "losses", "micro_batch", "numbers",
-        "parameters", "running", "step", "versions", "waiting",
-    )  # fmt: skip
+    # What most of them end with, on the class: one is made in every step.
+    running = True
+    alone = False
+    losses: tuple[Tensor, ...] = ()
+    loss_calls: Sequence[LossCall] = ()
+    numbers: Numbers | None = None
+    waiting: Sequence[Arrival] = ()
 
     def __init__(
         self,
@@ -66,12 +72,6 @@ class ForwardCall:
         self.step = step
         self.micro_batch = micro_batch
         self.evaluation = evaluation
-        self.running = True
-        self.alone = False
-        self.losses: tuple[Tensor, ...] = ()
-        self.loss_calls: Sequence[LossCall] = ()
-        self.numbers: Numbers | None = None
-        self.waiting: Sequence[Arrival] = ()
 
     @property
     def arrivals(self) -> Sequence[Arrival]:
@@ -113,6 +113,8 @@ def plain_versions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int] |
     """The same where all are tensors or plain values; None where there is more to look at."""
     found: list[int] = []
     try:
+        if not kwargs and _TENSORS.issuperset(map(type, args)):
+            return list(map(_VERSION, args))
         for each in (*args, *kwargs.values()) if kwargs else args:
             if type(each) is Tensor:
                 found.append(each._version)

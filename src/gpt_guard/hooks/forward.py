@@ -24,6 +24,7 @@ from gpt_guard.hooks.hook import EntryHook, EntryNote, ReturnHook
 from gpt_guard.hooks.idle_patterns import idle_patterns
 from gpt_guard.hooks.module_calls import Told
 from gpt_guard.hooks.outputs import InPlaceInput, OutputTest, ReturnNote
+from gpt_guard.hooks.roots import RootBegins, RootEnded
 from gpt_guard.hooks.waiting import Waiting, release, settle
 from gpt_guard.hooks.weigh import Scales, WeighInputs, WeighOutputs
 
@@ -86,7 +87,7 @@ class ForwardTap:
         """Notice calls of the model; before any guard adds hooks, so that a forward has begun when they run."""
         self._listener = listener
         if self.modules:
-            self._pre(self.model, _RootBegins(self, 0, self.model))
+            self._pre(self.model, RootBegins(self, 0, self.model))
 
     @property
     def watching(self) -> bool:
@@ -144,7 +145,7 @@ class ForwardTap:
     def finish_setup(self) -> None:
         """Add the hook that sees the model return; last, so that its output is tested before it counts as returned."""
         if self.modules:
-            self._post(self.model, _RootEnded(self, 0, self.model))
+            self._post(self.model, RootEnded(self, 0, self.model))
 
     def close(self) -> None:
         """Take every hook away and drop every reference; may run twice."""
@@ -171,7 +172,14 @@ class ForwardTap:
         """The model itself was called: from inside of its own forward, perhaps, or after one that has failed."""
         if self.waiting is not None:
             settle(self)
-        self.forget()
+        if self._light:
+            # As `forget`, without what light steps do not keep.
+            self.order.clear()
+            self.entered.clear()
+            self.untested.clear()
+            self.last = _nothing
+        else:
+            self.forget()
         self.inputs = (args, kwargs)
         self.calls += 1
         if self._listener is not None:
@@ -229,22 +237,6 @@ class ForwardTap:
             if any(output() is tensor for output in outputs):
                 return index
         return None
-
-
-class _RootBegins(EntryHook):
-    tap: ForwardTap
-
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.listens():
-            self.tap.begin(args, kwargs)
-
-
-class _RootEnded(ReturnHook):
-    tap: ForwardTap
-
-    def leave(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None, output: Any) -> None:
-        if self.listens():
-            self.tap.end(output)
 
 
 def _runs_own_code(module: nn.Module) -> bool:

@@ -118,7 +118,9 @@ class Gradients:
         before, self._mark = self._mark, _state(self.current() if grads is None else grads)
         return before != self._mark
 
-    def applied(self, measured: GradNorms | HeardNorms, unit: Tensor | float | None, *, immediate: bool) -> GradNorms | None:
+    def applied(
+        self, measured: GradNorms | HeardNorms, unit: Tensor | float | None, *, immediate: bool
+    ) -> GradNorms | None:
         """Norms just before a step, given those after the backward; None if the gradients are still the same.
 
         Always measures all of them. A version counter would tell most writes, but not `grad.data.clamp_()` or a

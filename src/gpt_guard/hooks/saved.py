@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,13 @@ Pair = tuple[Callable[..., Any], Callable[..., Any]]
 _TOP: Callable[[bool], Pair | None] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
-def newest_pair() -> Pair | None:
-    """The hooks that act now, or None: of several on top of each other only the newest do. 100 ns."""
-    return None if _TOP is None else _TOP(False)
+def _unknown() -> None:
+    return None
+
+
+# Without a function of ours in between: it is asked in every forward.
+newest_pair: Callable[[], Pair | None] = _unknown if _TOP is None else partial(_TOP, False)
+"""Gives the hooks that act now, or None: of several on top of each other only the newest do. 100 ns."""
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -63,7 +63,7 @@ _LOCAL = _Local()
 
 def _around_zero(original: Any, listeners: tuple[CallTap, ...], owner: Any, *args: Any, **kwargs: Any) -> Any:
     # A subclass calls the method of its base: one call is one event.
-    if _LOCAL.zeroing or torch.compiler.is_compiling():
+    if _LOCAL.zeroing or is_compiling():
         return original(owner, *args, **kwargs)
     _LOCAL.zeroing = True
     try:
@@ -102,17 +102,21 @@ def _around_norm(
     original: Any, listeners: tuple[NormClipListener, ...], parameters: Any, max_norm: Any, *args: Any, **kwargs: Any
 ) -> Any:
     result = original(parameters, max_norm, *args, **kwargs)
-    if not torch.compiler.is_compiling():
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if not is_compiling():
+        given = parameters if type(parameters) is list else _listed(parameters)
         total_norm = args[0] if args else kwargs.get("total_norm")
         for listener in listeners:
             listener.norm_clipped(given, max_norm, total_norm)
     return result
 
 
+def _listed(parameters: Any) -> list[Tensor]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
 def _around_grouping(original: Any, listeners: tuple[CallTap, ...], *args: Any, **kwargs: Any) -> Any:
     result = original(*args, **kwargs)
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return result
     # Norms group their tensors too: only the frame of clip_grad_value_ is meant. Behind us: Patch's wrapper, the call.
     frame = sys._getframe(2)

@@ -27,7 +27,7 @@ def quick_sum(tap: Tap, index: int, tensor: Tensor) -> float:
     if type(tensor) is not Tensor or tensor.dtype not in _FAST_KINDS or tensor.layout is not _STRIDED:
         return measure(tap, index, tensor)
     try:
-        number = sum_without_graph(tensor)
+        number: float = sum_without_graph(tensor) if tensor.dim() else tensor.item()
         tap.last_version = tensor._version
     except RuntimeError:
         return measure(tap, index, tensor)

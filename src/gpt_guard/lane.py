@@ -87,7 +87,7 @@ class Lane:
         """Whether this backward is as usual so far: one finite loss with a graph, and no gradient there yet."""
         if not self._single or len(losses) != 1 or losses[0].dim() or losses[0].grad_fn is None:
             return False
-        if self._unseen.since:
+        if self._watch.since_step:
             # The second of a step, or the first after one that no step has followed.
             self._pace.doubt()
             return False
@@ -126,7 +126,7 @@ class Lane:
             return False
         watch.micro_batch = 1
         self._unseen.backwards += 1
-        self._unseen.since = 1
+        watch.since_step = 1
         self.ready = True
         return True
 
@@ -152,7 +152,7 @@ class Lane:
         """Look at the gradients in full: as the backward left them, before anything else is done with them."""
         self._watch.micro_batch = 0
         self._unseen.backwards -= 1
-        self._unseen.since = 0
+        self._watch.since_step = 0
         self.ready, loss, self._called_on = False, self._called_on, None
         self._watch.backward_line = self._caller.line
         try:

@@ -24,14 +24,13 @@ _READ_EVERY = 10
 class Unseen:
     """Counts what reaches the model, and says when steps or forwards pass by unseen; reads no device.
 
-    `backwards` counts the backward calls that were ours, `attempts` the steps that were begun or skipped, `since` the
-    backward calls after the last of them. `saw_modules` is True once modules ran without a call of the model itself.
+    `backwards` counts the backward calls that were ours, `attempts` the steps that were begun or skipped; those after
+    the last of them are `watch.since_step`. `saw_modules` is True once modules ran without a call of the model itself.
     """
 
     def __init__(self, watch: Watch, progress: Progress) -> None:
         self.backwards = 0
         self.attempts = 0
-        self.since = 0
         self.saw_modules = False
         self._watch = watch
         self._progress = progress
@@ -47,15 +46,15 @@ class Unseen:
     def backward(self) -> bool:
         """Count a backward call of ours; True where what waits should be read, since no step seems to come."""
         self.backwards += 1
-        self.since += 1
-        return self.since > self._patience and self._look()
+        self._watch.since_step += 1
+        return self._watch.since_step > self._patience and self._look()
 
     def step(self) -> None:
         """A step was begun, or skipped by a scaler."""
         self.attempts += 1
         # The largest number of backward calls that a step of this run has taken is the measure for the next.
-        self._patience = max(self._patience, _TIMES * self.since)
-        self.since = self._scaler_calls = self._changes = self._idle = 0
+        self._patience = max(self._patience, _TIMES * self._watch.since_step)
+        self._watch.since_step = self._scaler_calls = self._changes = self._idle = 0
         self._versions = None
 
     def scaler_called(self) -> None:
@@ -73,7 +72,7 @@ class Unseen:
             self._count_changes()
             if self._changes >= _CHANGES or self._long_enough():
                 self._tell_unstepped(Moment.AFTER_BACKWARD)
-        return self.since % _READ_EVERY == 0 and (self._changes > 0 or self.since > _LONG)
+        return self._watch.since_step % _READ_EVERY == 0 and (self._changes > 0 or self._watch.since_step > _LONG)
 
     def _count_changes(self) -> None:
         # Every in-place change of a tensor counts up its version: no value is looked at.
@@ -88,7 +87,7 @@ class Unseen:
         return self._most_of_the_run() and self._idle > (_LONG if self.attempts else _LONG_AT_FIRST)
 
     def _most_of_the_run(self) -> bool:
-        return self._idle > self.backwards - self.since
+        return self._idle > self.backwards - self._watch.since_step
 
     def _tell_unstepped(self, moment: Moment) -> None:
         self._told_steps = True
@@ -97,7 +96,7 @@ class Unseen:
         stepped = self._progress.step > self._first_step
         when = f"since step {last}" if stepped else "without a step"
         seen = (
-            f"{self.since} backward calls reached the model {when}: the optimizer given to Guardian ({names}) "
+            f"{watch.since_step} backward calls reached the model {when}: the optimizer given to Guardian ({names}) "
             f"{'no longer steps' if self.attempts else 'does not step'}."
         )
         if self._changes:
@@ -122,7 +121,11 @@ class Unseen:
                 step=self._progress.step,
                 moment=moment,
                 where=user_line() if moment is not Moment.EXIT else None,
-                evidence={"backwards": self.since, "changes": self._changes, "last_step": last if stepped else None},
+                evidence={
+                    "backwards": watch.since_step,
+                    "changes": self._changes,
+                    "last_step": last if stepped else None,
+                },
             )
         )
 
@@ -145,7 +148,7 @@ class Unseen:
             return
         if not self.attempts:
             self._tell_no_step()
-        elif not self._told_steps and self.since > self._patience and (self._changes or self._idle):
+        elif not self._told_steps and self._watch.since_step > self._patience and (self._changes or self._idle):
             self._tell_unstepped(Moment.EXIT)
 
     def blind_spots(self) -> list[str]:
@@ -153,10 +156,9 @@ class Unseen:
         found = [f"the inside of the compiled {name or 'model'}" for name in self._watch.tap.inside_compiled]
         if not self.forward():
             found.append("forward passes: the model was never called")
-        if self._told_steps and self.attempts and self.since > self._patience:
-            found.append(
-                f"optimizer steps after step {self._progress.step - 1}: {self.since} backward calls without one"
-            )
+        since = self._watch.since_step
+        if self._told_steps and self.attempts and since > self._patience:
+            found.append(f"optimizer steps after step {self._progress.step - 1}: {since} backward calls without one")
         return found
 
     def _tell_forward(self, moment: Moment) -> None:

@@ -17,7 +17,7 @@ from gpt_guard.callbacks.finite_gradients import bad_gradient, confirmed
 from gpt_guard.callbacks.finite_late import LateReadings
 from gpt_guard.callbacks.finite_loss import loss_outside
 from gpt_guard.callbacks.finite_newest import NewestStep
-from gpt_guard.callbacks.finite_per_step import here_in, judge_late
+from gpt_guard.callbacks.finite_per_step import before_now, here_in, judge_late
 from gpt_guard.callbacks.finite_step import AtStep
 from gpt_guard.callbacks.finite_told import Told
 from gpt_guard.callbacks.finite_verdict import bad_batch, verdict
@@ -43,7 +43,7 @@ class FiniteGuard(Guard):
     trained parameters and running statistics that turn -inf are found. A bad batch counts once an output, the loss or
     a gradient is bad with it: some models take NaN for a missing value. Integer tensors have nothing to test; sharded
     ones are tested by their local part; quantized, nested and meta tensors are listed as not watched. A watched
-    nn.TransformerEncoderLayer does not take torch's fast path for inference: it computes the same by its usual one.
+    nn.TransformerEncoderLayer computes by its usual path, never by torch's fast one for inference.
 
     - `ignore`: patterns of module paths whose outputs are not tested, e.g. `["head.*"]`; the rest is watched as usual.
     - `outputs`, `gradients`, `parameters`, `buffers`: what to watch; the loss always is.
@@ -139,7 +139,8 @@ class FiniteGuard(Guard):
         return self._newest.tell(self.watch, self._state, self._told, used=True)
 
     def _here_now(self) -> dict[str, Any]:
-        return here_in(self.watch, self._micro_batch, evaluation=self.watch.evaluation) | {"where": user_line()}
+        micro_batch = before_now(self.watch) if self.watch.immediate else self._micro_batch
+        return here_in(self.watch, micro_batch, evaluation=self.watch.evaluation) | {"where": user_line()}
 
     def _suspect(self, index: int, position: str, tensor: Tensor, entering: bool, link: Link | None) -> None:
         if self._told.forward or (stats := describe(tensor)) is None:
@@ -223,8 +224,7 @@ class FiniteGuard(Guard):
 
     def after_step(self, optimizer: Optimizer) -> None:
         """One fused norm over parameters and float buffers: NaN and infinity survive it."""
-        self._micro_batch = 0
-        watch = self.watch
+        watch, self._micro_batch = self.watch, 0
         self._newest.measured = watch.step
         if (norms := self._state.read() if watch.immediate else self._state.norms()) is not None:
             watch.ledger.put("finite.state", norms)

@@ -17,6 +17,15 @@ from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Observation
 
 
+def before_now(watch: Watch) -> int:
+    """How many backward calls of the step being prepared have come before, where reading is free: by what they left.
+
+    To be asked when something is bad: looks at each parameter.
+    """
+    fresh = not watch.since_step or all(parameter.grad is None for parameter in watch.tracked.values())
+    return 0 if fresh else watch.micro_batch
+
+
 def here_in(watch: Watch, micro_batch: int, *, evaluation: bool) -> dict[str, Any]:
     """Step and micro-batch of a forward, by the field names of Finding."""
     place = {"step": watch.step, "moment": Moment.FORWARD, "evaluation": evaluation}

@@ -25,7 +25,8 @@ class Watch:
     """The model, the optimizers, the names of their parameters, and where the loop is now.
 
     `step` counts optimizer steps from 0 and names the one being prepared; `micro_batch` counts the backward calls for
-    it, `forwards` the training forwards since the last backward. `immediate` tells whether reading a value is free here
+    it, as of the last of them, `since_step` those since any step was begun or left out, `forwards` the training
+    forwards since the last backward. `immediate` tells whether reading a value is free here
     (CPU); otherwise values go through `ledger`. `loss` is what a backward was called on, in `after_backward` only, and
     `backward_line` where, if that line has been left since; `grad_norms` are those of the last that reached the model.
     `evaluating` is True inside of `guardian.evaluating()`, `evaluation` in every forward without gradients. `scaling`
@@ -63,6 +64,7 @@ class Watch:
         self.submit = submit
         self.step = 0
         self.micro_batch = 0
+        self.since_step = 0
         self.forwards = 0
         self.evaluation = False
         self.evaluating = False

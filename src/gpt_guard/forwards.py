@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
@@ -18,7 +19,15 @@ from gpt_guard.stepping import Steps
 class Forwards:
     """Listens to the model's forwards; `threads` are those in which it was called."""
 
-    def __init__(self, watch: Watch, roster: Roster, progress: Progress, steps: Steps, backlog: Backlog) -> None:
+    def __init__(
+        self,
+        watch: Watch,
+        roster: Roster,
+        progress: Progress,
+        steps: Steps,
+        backlog: Backlog,
+        look_inside: Callable[[], None],
+    ) -> None:
         self.threads: set[int] = set()
         self._watch = watch
         self._pace = watch.pace
@@ -26,6 +35,7 @@ class Forwards:
         self._progress = progress
         self._steps = steps
         self._backlog = backlog
+        self._look_inside = look_inside
         self._modes = -1
         self._form = BatchForm()
 
@@ -40,6 +50,7 @@ class Forwards:
             watch.forwards += 1
             self._take_batch()
         if self._pace.full:
+            self._look_inside()
             watch.tap.as_ever() if watch.evaluation else watch.tap.learn()
         elif len(self.threads) == 1:
             watch.tap.spare()
@@ -68,6 +79,7 @@ class Forwards:
 
     def passed_by(self) -> None:
         """A backward begins without a call of the model itself: modes count also where only parts are called."""
+        self._look_inside()
         if self._watch.modes.changes != self._modes:
             self._unlike()
             self._modes = self._watch.modes.changes

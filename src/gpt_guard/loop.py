@@ -43,7 +43,7 @@ class Loop:
         self._pace = watch.pace
         self._backlog = Backlog(roster, desk, progress)
         watch.settle = self._backlog.settle
-        self.forwards = Forwards(watch, roster, progress, self._steps, self._backlog)
+        self.forwards = Forwards(watch, roster, progress, self._steps, self._backlog, self.unseen.look_inside)
         self._threads = self.forwards.threads
         self._lane: Lane | None = None
         if watch.immediate and len(watch.optimizers) == 1 and desk.policy.usual:

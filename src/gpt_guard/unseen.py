@@ -135,6 +135,11 @@ class Unseen:
         # Where no guard watches modules, calls of the model's parts are not seen; their gradients tell of them.
         return bool(tap.calls or tap.order or self.saw_modules or (self.backwards and not tap.watching))
 
+    def look_inside(self) -> None:
+        """Say it where `module.compile()` was called in the middle of the run: from there on its calls are not seen."""
+        if found := self._watch.tap.newly_compiled():
+            self._tell_compiled(found, Moment.FORWARD, whole="" in found)
+
     def step_ended(self) -> None:
         """After a few steps, say what of the forward cannot be seen."""
         if self.attempts >= _ENOUGH_STEPS and not self._told_forward:
@@ -153,7 +158,8 @@ class Unseen:
 
     def blind_spots(self) -> list[str]:
         """What cannot be seen in this stretch."""
-        found = [f"the inside of the compiled {name or 'model'}" for name in self._watch.tap.inside_compiled]
+        tap = self._watch.tap
+        found = [f"the inside of the compiled {name or 'model'}" for name in tap.inside_compiled + tap.compiled_later]
         if not self.forward():
             found.append("forward passes: the model was never called")
         since = self._watch.since_step
@@ -163,21 +169,23 @@ class Unseen:
 
     def _tell_forward(self, moment: Moment) -> None:
         self._told_forward = True
-        if self._watch.tap.inside_compiled:
-            self._tell_compiled(moment)
+        tap = self._watch.tap
+        if tap.inside_compiled:
+            self._tell_compiled(tap.inside_compiled, moment, whole=not tap.modules)
         elif not self.forward():
             self._tell_uncalled(moment)
 
-    def _tell_compiled(self, moment: Moment) -> None:
-        tap = self._watch.tap
-        names = [name or "(the model itself)" for name in tap.inside_compiled]
-        seen = "Outputs of the compiled part" if tap.modules else "Neither inputs nor outputs of the model"
+    def _tell_compiled(self, paths: list[str], moment: Moment, *, whole: bool) -> None:
+        names = [path or "(the model itself)" for path in paths]
+        rest = "What comes out of it shows in what follows it"
+        seen = "Neither inputs nor outputs of the model are seen" if whole else rest
         self._watch.submit(
             finding(
                 "GG901",
-                f"Modules inside a compiled module are not hooked: {', '.join(names)}. {seen} are seen; loss, "
-                f"gradients and parameters are watched.",
-                severity=Severity.INFO if tap.modules else Severity.WARNING,
+                f"Modules inside a compiled module are not hooked: {', '.join(names)}. {seen}; loss, gradients "
+                f"and parameters are watched.",
+                severity=Severity.WARNING if whole else Severity.INFO,
+                step=self._progress.step,
                 moment=moment,
             )
         )

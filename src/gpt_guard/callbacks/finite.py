@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -15,8 +14,8 @@ from gpt_guard.callbacks.blame_link import culprit_of
 from gpt_guard.callbacks.finite_context import Context
 from gpt_guard.callbacks.finite_gradients import bad_gradient, confirmed
 from gpt_guard.callbacks.finite_late import LateReadings
-from gpt_guard.callbacks.finite_loss import loss_outside
 from gpt_guard.callbacks.finite_newest import NewestStep
+from gpt_guard.callbacks.finite_outside import verdict_on_loss
 from gpt_guard.callbacks.finite_per_step import before_now, here_in, judge_late
 from gpt_guard.callbacks.finite_step import AtStep
 from gpt_guard.callbacks.finite_told import Told
@@ -195,11 +194,10 @@ class FiniteGuard(Guard):
         stats = describe(loss)
         if stats is None or not reaches(loss, watch.tracked.values()) or self._explained():
             return
-        value = loss.item() if loss.numel() == 1 else math.nan
         self._told.forward = self._told.step = True
         here = {**self._here_now(), "moment": Moment.BEFORE_BACKWARD, "evaluation": False}
-        masks, diverging = self._context.mask_names(watch), self._context.diverging
-        self._told.submit(watch.submit, loss_outside(watch, value, loss, stats, masks, here, diverging=diverging))
+        for found in verdict_on_loss(watch, self._state, self._context, loss, stats, self._untouched, here):
+            self._told.submit(watch.submit, found)
 
     def after_backward(self) -> None:
         """Look at the gradients before clipping can spread one NaN to all of them."""

@@ -72,8 +72,10 @@ def loss_outside(
     here: dict[str, Any],
     *,
     diverging: bool,
+    why: str | None = None,
 ) -> Finding:
-    """The loss is bad although everything the model gave out was finite."""
+    """The loss is bad although everything was finite that the model was seen to give out; `why` not all of it was."""
+    outside = "Every watched module output was finite: the code between the model's output and backward() made it."
     return _bad_loss(
         watch,
         f"The loss that backward() was called on is {value}.",
@@ -81,7 +83,8 @@ def loss_outside(
         masks,
         evidence={},
         tensor_stats=stats,
-        origin="Every watched module output was finite: the code between the model's output and backward() made it.",
+        origin=outside if why is None else f"{why}: the model made it, or the code between its output and backward().",
+        first=[] if why is None else ["unseen"],
         diverging=diverging,
         **here,
     )
@@ -96,6 +99,7 @@ def _bad_loss(
     evidence: dict[str, Any],
     tensor_stats: TensorStats | None,
     diverging: bool,
+    first: Sequence[str] = (),
     **fields: Any,
 ) -> Finding:
     labels = (labels_of(loss) if loss is not None else None) or _labels_given(watch)
@@ -112,7 +116,7 @@ def _bad_loss(
         evidence["operations"] = made_by
     if masks:
         evidence["neg_inf_outputs"] = list(masks)
-    likely = [*_proven(operation, diverging=diverging), *_likely(labels, made_by, masks, tensor_stats)]
+    likely = [*first, *_proven(operation, diverging=diverging), *_likely(labels, made_by, masks, tensor_stats)]
     if labels is None and not _classifies(watch, loss, made_by):
         # Without integer labels there is no ignore_index: it comes last.
         likely += ["own_loss_code", "division_by_zero", "bad_target", "log_of_zero", "overflow"]

@@ -10,6 +10,7 @@ from gpt_guard.callbacks.finite_context import Context
 from gpt_guard.callbacks.finite_gradients import bad_gradient
 from gpt_guard.callbacks.finite_late import LateReadings
 from gpt_guard.callbacks.finite_loss import loss_outside
+from gpt_guard.callbacks.finite_outside import hidden_from
 from gpt_guard.callbacks.finite_told import Told
 from gpt_guard.callbacks.finite_verdict import verdict
 from gpt_guard.hooks.state import StateWatch
@@ -51,4 +52,6 @@ def judge_late(
             else:
                 here |= {"moment": Moment.BEFORE_BACKWARD}
                 masks, diverging = context.mask_names(watch), context.diverging
-                yield loss_outside(watch, trouble.what, None, None, masks, here, diverging=diverging)
+                hidden = hidden_from(watch, late=True)
+                why = hidden.why if hidden else None
+                yield loss_outside(watch, trouble.what, None, None, masks, here, diverging=diverging, why=why)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from gpt_guard.callbacks.finite_words import GUARD, amount
 from gpt_guard.catalogue import finding
-from gpt_guard.hooks.state import BadState
+from gpt_guard.hooks.state import BadState, StateWatch
 from gpt_guard.hooks.tensors import describe
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Observation, TensorStats
@@ -36,8 +36,17 @@ def bad_at_step(watch: Watch, name: str, stats: TensorStats, here: dict[str, Any
     return _bad_state(watch, state, when, ["loaded_so", "uninitialised"], here)
 
 
-def bad_before_use(watch: Watch, state: BadState, user: str, known: str, here: dict[str, Any]) -> Finding:
-    """A parameter or buffer was bad before this forward used it; `known` says how it was when last looked at."""
+def bad_before(watch: Watch, state: StateWatch, bad: BadState, origin: str, here: dict[str, Any]) -> Iterator[Finding]:
+    """A parameter or buffer was bad before this forward used it; nothing if it has been spoken of already."""
+    name = watch.name_of(bad.tensor) or bad.name
+    if name not in state.told:
+        known = "entry" if name in state.at_start else "good" if state.watches(name) else "unknown"
+        state.ignore(name)
+        yield _before_use(watch, bad, origin, known, here)
+
+
+def _before_use(watch: Watch, state: BadState, origin: str, known: str, here: dict[str, Any]) -> Finding:
+    """`known` says how it was when last looked at."""
     likely = {"entry": ["loaded_so", "uninitialised"], "good": ["changed_outside_step"], "unknown": []}[known]
     when = {
         "entry": "It was so when the Guardian was entered.",
@@ -47,7 +56,7 @@ def bad_before_use(watch: Watch, state: BadState, user: str, known: str, here: d
     }[known]
     if not state.is_parameter:
         likely = [cause for cause in likely if cause == "loaded_so"] + _buffer_causes(watch, state.name)
-    return _bad_state(watch, state, when, likely, here, origin=f"{user} was the first to use it.")
+    return _bad_state(watch, state, when, likely, here, origin=origin)
 
 
 def _bad_state(

@@ -11,7 +11,7 @@ from torch import Tensor
 from gpt_guard.callbacks.blame import Blame, Shown
 from gpt_guard.callbacks.finite_context import Context
 from gpt_guard.callbacks.finite_loss import is_loss, loss_of_module
-from gpt_guard.callbacks.finite_state import bad_before_use
+from gpt_guard.callbacks.finite_state import bad_before
 from gpt_guard.callbacks.finite_words import bad_from_outside, bad_output, module_name
 from gpt_guard.hooks.graph import explain
 from gpt_guard.hooks.state import StateWatch
@@ -46,11 +46,8 @@ def verdict(
     masks, diverging = context.mask_names(watch), context.diverging
     if culprit.state is not None:
         assert culprit.maker is not None
-        name = watch.name_of(culprit.state.tensor) or culprit.state.name
-        if name not in state.told:
-            known = "entry" if name in state.at_start else "good" if state.watches(name) else "unknown"
-            state.ignore(name)
-            yield bad_before_use(watch, culprit.state, module_name(watch, culprit.maker), known, here)
+        origin = f"{module_name(watch, culprit.maker)} was the first to use it."
+        yield from bad_before(watch, state, culprit.state, origin, here)
     elif culprit.maker is None:
         yield bad_from_outside(watch, culprit, here)
     elif is_loss(watch, culprit):

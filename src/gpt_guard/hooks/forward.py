@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.chains import Link, Succession, hooked_everywhere
-from gpt_guard.hooks.compiled import eager_modules
+from gpt_guard.hooks.compiled import eager_modules, is_compiled_in_place
 from gpt_guard.hooks.copies import Uncopiable
 from gpt_guard.hooks.frames import user_site
 from gpt_guard.hooks.hook import EntryHook, EntryNote, ReturnHook
@@ -57,6 +57,7 @@ class ForwardTap:
     def __init__(self, model: nn.Module, *, immediate: bool) -> None:
         self.model = model
         self.inside_compiled: list[str] = []
+        self.compiled_later: list[str] = []
         found = list(eager_modules(model, self.inside_compiled))
         self.names = [path for path, _ in found]
         self.modules = [module for _, module in found]
@@ -111,6 +112,16 @@ class ForwardTap:
                 self.ignored.add(index)
                 self.unwatched.add(f"{path or 'the model itself'} (ignored as asked)")
             self._watch_module(index, module)
+
+    def newly_compiled(self) -> list[str]:
+        """Paths of modules that `module.compile()` has taken since they were last asked for: they are not told of."""
+        found = [
+            path
+            for path, module in zip(self.names, self.modules, strict=True)
+            if is_compiled_in_place(module) and path not in self.compiled_later
+        ]
+        self.compiled_later += found
+        return found
 
     def shield(self, run: Callable[..., None]) -> None:
         """Have the guard called through `run(method, *args)`, which keeps a failure of the guard out of the forward."""

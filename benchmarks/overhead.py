@@ -6,8 +6,9 @@ healthy run costs: a line tells of findings, if there were any. Each round takes
 guarded ones, and the time of every step, on the clock and on the processor. Three kinds of ratio are printed: of the
 low percentiles over all steps, which what else runs on the machine hardly moves; of the usual step, as the median over
 the pairs of blocks, with their middle half; and of the whole blocks, which also have what does not come in each step:
-one step in sixteen is measured in full, and light ones are judged eight at once. A block holds twice sixteen. In the
-first steps after entry all are full, and guards look harder: that is over before a block is timed, and printed apart.
+one step in sixteen is measured in full, and the light ones before it are judged all at once. A block holds twice
+sixteen. In the first steps after entry all are full, and guards look harder: that is over before a block is timed, and
+printed apart.
 
     python benchmarks/overhead.py
     python benchmarks/overhead.py --rounds 5 --only all     # quick look

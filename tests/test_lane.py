@@ -53,6 +53,28 @@ def test_nearly_all_steps_of_a_plain_loop_are_light_and_tell_the_same() -> None:
         assert one.step_time > 0.0
 
 
+def waiting_after_each(sink: Kept, policy: Any = None) -> list[int]:
+    """How many steps of a plain loop had not been told of, after each of them."""
+    model = net()
+    guardian, optimizer = watched(model, sink=sink, policy=policy)
+    with guardian:
+        return [step + 1 - len(sink.seen) for step in train(model, optimizer, range(STEPS))]
+
+
+def test_light_steps_are_judged_before_the_next_full_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpt_guard.lane._SLOW", math.inf)
+    waiting = waiting_after_each(KeptLate())
+    first = waiting.index(1)
+    assert first > 19
+    # None is left when a full step begins; that one is told of at once.
+    assert waiting[first : first + 16] == [*range(1, 15), 0, 0]
+
+
+def test_where_a_step_takes_long_each_is_judged_as_soon_as_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpt_guard.lane._SLOW", 0.0)
+    assert set(waiting_after_each(KeptLate())) == {0}
+
+
 def test_what_is_asked_for_is_there_at_once() -> None:
     model = net()
     guardian, optimizer = watched(model, summary=False)

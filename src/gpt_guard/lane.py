@@ -3,7 +3,7 @@
 Between two calls of ours lies a millisecond of torch's work, after which nothing of us is left in the processor's
 caches: a line costs a microsecond, whatever it does. So a step of one forward, one backward and one step, on gradients
 that were cleared before and are finite, takes this way: figures are kept as they come, and observations are made of
-them up to eight steps later, all at once. Whatever is not so takes the long way, where everything is measured.
+them before the next full step, all at once, or at once where a step takes long. Whatever is not so takes the long way, where everything is measured.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from gpt_guard.progress import Progress
 from gpt_guard.roster import Roster
 from gpt_guard.stepping import Steps
 from gpt_guard.unseen import Unseen
+
+# Seconds: of a step as long as this, judging takes a few thousandths, and nobody has to wait for a warning.
+_SLOW = 0.05
 
 
 class Lane:
@@ -205,10 +208,11 @@ class Lane:
             late = self._steps.measure_light(optimizer)
         finally:
             kept = progress.steps[0], self._readings, self._taken, progress.tokens, progress.samples
-            full = self._backlog.add((*kept, self._steps.count_light(), late))
+            step_time = self._steps.count_light()
+            full = self._backlog.add((*kept, step_time, late))
         watch.inspection.step_ended(watch.step)
         self._pace.step_ended()
-        if full or self._pace.full or not self.late:
+        if full or step_time > _SLOW or self._pace.full or not self.late:
             self._backlog.settle()
 
     # In full steps: is the short way right about this loop?

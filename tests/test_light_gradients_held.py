@@ -20,13 +20,13 @@ from gpt_guard.records import Observation
 from .clipping_kit import BAD, STEPS, clip_all
 from .lane_kit import batch, net, pace, train, watched
 
-_PARTS = (clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_, torch._foreach_norm)
+_PARTS = (clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_, torch.linalg.vector_norm)
 
 
 @pytest.fixture(autouse=True)
 def torch_has_its_functions_back() -> Iterator[None]:
     yield
-    assert (clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_, torch._foreach_norm) == _PARTS
+    assert (clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_, torch.linalg.vector_norm) == _PARTS
 
 
 class Fails(torch.autograd.Function):

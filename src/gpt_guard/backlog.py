@@ -29,7 +29,7 @@ class Backlog:
         self._desk = desk
         self._progress = progress
         self._rows: deque[Row] = deque()
-        self._judging = False
+        self._judging = self._told = False
 
     def add(self, row: Row) -> bool:
         """Keep a step for later; True if it should not be much later."""
@@ -47,9 +47,23 @@ class Backlog:
         try:
             with neutral():
                 while self._rows:
-                    self._judge(self._rows.popleft())
+                    self._judge_first()
         finally:
             self._judging = False
+
+    def _judge_first(self) -> None:
+        """Judge the oldest; a Ctrl-C before it has been told leaves it where it is, for the end of the run."""
+        self._told = False
+        try:
+            self._judge(self._rows[0])
+        except KeyboardInterrupt:
+            if self._told:
+                self._rows.popleft()
+            raise
+        except BaseException:
+            self._rows.popleft()
+            raise
+        self._rows.popleft()
 
     def _judge(self, row: Row) -> None:
         step, readings, norms, tokens, samples, step_time, late = row
@@ -70,5 +84,6 @@ class Backlog:
         self._roster.judge(seen, late=True)
         seen = complete(seen, late, step_time)
         self._progress.finish(seen)
+        self._told = True
         self._desk.observe(seen)
         self._roster.judge(seen, late=True)

@@ -76,10 +76,14 @@ class Desk:
         for sink in self.sinks:
             sink.find(finding, action)
         error = error_for(finding) if action is Action.HALT else None
-        if stopped is not None:
-            raise stopped from error
-        if error is not None:
-            raise error
+        try:
+            if stopped is not None:
+                raise stopped from error
+            if error is not None:
+                raise error
+        finally:
+            # Each holds this frame, and with it what has led here: a batch, a gradient.
+            del error, stopped
 
     def _in_full(self, finding: Finding, action: Action) -> tuple[Finding, KeyboardInterrupt | None]:
         """The finding with its replay and its bundle; a Ctrl-C meanwhile goes on once it is told."""

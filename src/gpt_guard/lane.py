@@ -3,7 +3,8 @@
 Between two calls of ours lies a millisecond of torch's work, after which nothing of us is left in the processor's
 caches: a line costs a microsecond, whatever it does. So a step of one forward, one backward and one step, on gradients
 that were cleared before and are finite, takes this way: figures are kept as they come, and observations are made of
-them before the next full step, all at once, or at once where a step takes long. Whatever is not so takes the long way, where everything is measured.
+them before the next full step, all at once, or at once where a step takes long. Whatever is not so takes the long way,
+where everything is measured.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Lane:
             gradients, watch.pace, known=self._norms_known, unknown=self._norms_unknown, bad=self._norms_bad
         )
         self.light.open()
+        watch.forward_begins.append(self.light.release)
         self._in_full = in_full
         # What the backward was called on, as long as its gradients may have to be looked at in full.
         self._called_on: Tensor | None = None
@@ -176,6 +178,7 @@ class Lane:
         if due or written or self._pace.full or norms is None or (factor := self.light.factor(norms)) is None:
             # The long way from here: what it has not seen itself.
             watch.ledger.put("backwards", 1)
+            self.light.release()
             return False
         self._taken = norms
         readings: Readings = {"loss.0": self._loss, "backwards": 1, "clip": factor}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from operator import attrgetter, is_
+from operator import attrgetter
 
 from torch import Tensor
 
 from gpt_guard.hooks.clipped import NormClip
 from gpt_guard.hooks.gradients import Gradients, GradNorms, HeardNorms, total_norm
+from gpt_guard.hooks.left_gradients import LeftGradients
 from gpt_guard.hooks.pace import Pace
 from gpt_guard.hooks.row_norms import RowNorms
 from gpt_guard.hooks.tensors import version_of
@@ -48,9 +49,7 @@ class LightGradients:
         self._frozen: list[Tensor] = []
         self._norms = RowNorms(self._learn)
         self._nothing = [None] * len(gradients.parameters)
-        # As the last backward has left them, until the step or the next one: also where they are cleared meanwhile.
-        self._kept: list[Tensor] = []
-        self._versions: list[int] = []
+        self._left = LeftGradients()
         # Whether the last full step has shown that the norms can be heard, and whether this one has, so far.
         self.heard_before = self._heard = False
         self.waited = False
@@ -67,13 +66,14 @@ class LightGradients:
         self._clip.close()
         for patch in TOTAL_NORMS:
             patch.remove(self)
-        self._learn, self._frozen, self._kept = [], [], []
+        self._learn, self._frozen = [], []
+        self._left.forget()
         self.waited = self.listening = False
 
     def begin(self) -> None:
         """A backward begins."""
         self._clip.begin()
-        self._kept = []
+        self._left.forget()
         self._heard = self.listening = False
 
     def cleared(self) -> bool:
@@ -97,14 +97,14 @@ class LightGradients:
             self._divide()
             return None
         # Of this very backward: other steps may leave other counts.
-        self._kept, self._versions = grads, list(map(_VERSION, grads))
+        self._left.kept, self._left.versions = grads, list(map(_VERSION, grads))
         return GradNorms(self.names, norms)
 
     def wait(self) -> bool:
         """Remember the gradients as they are, and wait for their norms; False if they are not the same as ever."""
         grads = list(map(_GRAD, self._learn))
         try:
-            self._versions = list(map(_VERSION, grads))
+            versions = list(map(_VERSION, grads))
         except (AttributeError, RuntimeError):
             self._divide()
             return False
@@ -112,25 +112,26 @@ class LightGradients:
             self._pace.doubt()
             self._divide()
             return False
-        self._kept = grads
+        self._left.kept, self._left.versions = grads, versions
         self.waited = self.listening = True
         return True
 
     def norms_heard(self, gradients: Sequence[Tensor], norms: Tensor | None, total: Tensor | None) -> None:
         """`clip_grad_norm_` has taken norms: of ours, or of somebody else's gradients."""
-        kept = self._kept
-        # By identity, and without a number made of each: this runs where nothing of us is in the caches.
-        if len(gradients) != len(kept) or not all(map(is_, gradients, kept)):
-            if not set(map(id, gradients)).isdisjoint(map(id, kept)):
+        left = self._left
+        if not left.are(gradients):
+            if left.some_of(gradients):
                 self.listening = False
                 self.resolve()
             return
         self.listening = False
-        # Of those that are waited for it is known that they count.
-        versions = list(map(_VERSION if self.waited else version_of, gradients))
-        self._heard = norms is not None and versions == self._versions
         if not self.waited:
+            # Those of several dtypes come in another order.
+            alike = norms is not None and len({gradient.dtype for gradient in gradients}) == 1
+            self._heard = alike and list(map(version_of, gradients)) == left.versions
             return
+        # Of those that are waited for it is known that they count.
+        self._heard = norms is not None and list(map(_VERSION, gradients)) == left.versions
         if norms is None or not self._heard:
             self.resolve()
             return
@@ -147,13 +148,18 @@ class LightGradients:
             self._divide()
             self._bad()
 
+    def release(self) -> None:
+        """Hold no gradients any longer that are not waited for: no step may come to use them, and free them."""
+        if not self.waited:
+            self._left.release()
+
     def resolve(self) -> None:
         """Measure what was waited for, unless somebody has written to it since."""
         if not self.waited:
             return
         self.waited = self.listening = self.heard_before = False
-        kept, learn = self._kept, self._learn
-        there, unwritten = self._in_place(), list(map(_VERSION, kept)) == self._versions
+        kept, learn = self._left.kept, self._learn
+        there, unwritten = self._left.in_place(learn), self._left.unwritten()
         if not (there and unwritten):
             self._pace.doubt()
         if not unwritten:
@@ -199,15 +205,10 @@ class LightGradients:
     def _grads(self) -> list[Tensor]:
         return list(map(_GRAD, self._learn))
 
-    def _in_place(self) -> bool:
-        """Whether the gradients are still those that the backward has left."""
-        kept = self._kept
-        return len(kept) == len(self._learn) and all(map(is_, map(_GRAD, self._learn), kept))
-
     def factor(self, norms: GradNorms | HeardNorms) -> float | None:
         """What the gradients were multiplied by since the backward, told from calls or measured; None if not finite."""
         known = self._told_factor()
-        self._kept = []
+        self._left.release()
         if known is not None:
             return known
         try:
@@ -220,36 +221,29 @@ class LightGradients:
 
     def _told_factor(self) -> float | None:
         """The factor, if version counters say that nothing but one `clip_grad_norm_` of all has written since."""
-        if not self._in_place():
-            return None
-        try:
-            # Counters only grow: what the sum shows is what each of them does.
-            written = sum(map(_VERSION, self._kept)) - sum(self._versions)
-        except RuntimeError:
-            # One of a kind that does not count.
+        writes = self._left.writes(self._learn)
+        if writes is None:
             return None
         if not self._clip.calls:
-            return None if written else 1.0
-        return self._clip.factor if written == len(self._kept) else None
+            return None if writes else 1.0
+        return self._clip.factor if writes == len(self._left.versions) else None
 
     # In full steps.
 
     def recall(self) -> None:
         """Remember the gradients as the last light backward has left them."""
-        self._gradients.recall(self._learn, zip(map(id, self._kept), self._versions, strict=False))
+        self._gradients.recall(self._learn, zip(self._left.ids, self._left.versions, strict=False))
 
     def note(self) -> None:
         """A backward was measured in full: remember the gradients as it left them."""
         self._divide()
-        self._kept = [grad for grad in self._grads() if grad is not None]
-        self._versions = list(map(version_of, self._kept))
+        self._left.note([grad for grad in self._grads() if grad is not None])
         self.listening = True
 
     def verify(self, before: float | None, now: float | None, *, single: bool) -> None:
         """Compare what counters and calls tell with the norms that were measured after backward and before the step."""
         self.heard_before, self.listening = single and self._heard, False
         known = self._told_factor()
-        self._kept = []
         if known is not None and before and now is not None and not math.isclose(known * before, now, rel_tol=_SAME):
             self._pace.never_light()
 

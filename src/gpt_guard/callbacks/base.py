@@ -41,9 +41,9 @@ class Guard(ABC):
     light: ClassVar[frozenset[str] | None] = None
     """The moment methods that run in a light step too (see `Pace`); None for all of them."""
     late: ClassVar[bool] = False
-    """True for a guard whose `judge` looks at nothing but the observation: those of light steps come up to fifteen steps
-    late, several in a row. Where it has to look at something in time, it calls `watch.pace.doubt()` before the step.
-    False: it is asked whether it is `due`, and where it is not, not called."""
+    """True for a guard whose `judge` looks at nothing but the observation: those of light steps come up to fifteen
+    steps late, several in a row. Where it has to look at something in time, it calls `watch.pace.doubt()` before the
+    step. False: it is asked whether it is `due`, and where it is not, not called."""
     _watch: Watch | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -40,6 +40,10 @@ class HeardNorms:
             self._norms = self._norms.tolist()
         found: list[float] = self._norms
         return found
+
+    def __iter__(self) -> Iterator[Any]:
+        """Names and norms, to be unpacked as those that were measured are."""
+        return iter((self.names, self.norms))
 
 
 class Gradients:

@@ -51,10 +51,14 @@ def _around_total(
         failure = error
     # The last norm that it takes is that of all the others.
     known = bool(heard) and heard[-1].shape == (len(tensors),) and float(norm_type) == 2.0
-    for listener in told:
-        listener.norms_heard(tensors, heard[-1] if known else None, total if known else None)
-    if failure is not None:
-        raise failure
+    try:
+        for listener in told:
+            listener.norms_heard(tensors, heard[-1] if known else None, total if known else None)
+        if failure is not None:
+            raise failure
+    finally:
+        # It holds this frame, and with it all gradients.
+        del failure
     return total
 
 

@@ -188,7 +188,8 @@ def machine() -> str:
 def report(threads: int, chosen: Sequence[Subject], rounds: int, steps: int) -> None:
     torch.set_num_threads(threads)
     plural = "s" if threads > 1 else ""
-    print(f"\n{threads} thread{plural}: {rounds} pairs of {steps} steps; low is the {LOW:.0%} quantile", flush=True)
+    print(f"\n{threads} thread{plural}: {rounds} pairs of {steps} steps; low is the {LOW:.0%} quantile,", flush=True)
+    print("pairs the usual step, whole all steps, first steps the first twenty after entry", flush=True)
     titles = f"{'':24}{'bare low':>11}{'wall low':>10}{'cpu low':>10}{'pairs':>10}{'middle half':>15}"
     print(f"{titles}{'whole':>10}{'added low':>12}{'first steps':>13}", flush=True)
     for subject in chosen:
@@ -222,6 +223,8 @@ def main() -> None:
         parser.error("--rounds must be at least 2 and --steps at least 1")
     print(machine())
     chosen = [subject for subject in subjects() if arguments.only in subject.name]
+    if not chosen:
+        parser.error(f"no line has {arguments.only!r} in its name; there are: {', '.join(s.name for s in subjects())}")
     for threads in arguments.threads or sorted({1, torch.get_num_threads()}):
         report(threads, chosen, arguments.rounds, arguments.steps)
 

@@ -57,7 +57,8 @@ def test_code_and_title(entry: Entry) -> None:
 
 @every_entry
 def test_words_are_complete(entry: Entry) -> None:
-    for text in (entry.meaning, entry.next_test, entry.fix, *(cause.text for cause in entry.causes)):
+    ways = [text for way in entry.ways.values() for text in (way.next_test, way.fix)]
+    for text in (entry.meaning, entry.next_test, entry.fix, *(cause.text for cause in entry.causes), *ways):
         assert text.strip()
         assert len(text) <= LONGEST_TEXT, text
 
@@ -72,11 +73,19 @@ def test_causes_have_names_of_their_own(entry: Entry) -> None:
 
 
 @every_entry
+def test_each_way_is_of_a_cause(entry: Entry) -> None:
+    assert set(entry.ways) <= {cause.key for cause in entry.causes}
+
+
+@every_entry
 def test_likely_causes_come_first_and_none_is_lost(entry: Entry) -> None:
     last = entry.causes[-1]
     ordered = entry.ordered_causes([last.key, last.key])
     assert ordered[0] == last.text
     assert sorted(ordered) == sorted(cause.text for cause in entry.causes)
+    first = entry.causes[0]
+    assert entry.ordered_causes(unlikely=[first.key])[-1] == first.text
+    assert entry.ordered_causes([first.key], [first.key]) == entry.ordered_causes()
 
 
 def test_unknown_codes_and_keys_are_errors() -> None:
@@ -92,6 +101,22 @@ def test_a_finding_takes_its_words_from_the_catalogue() -> None:
     assert (finding.title, finding.next_test, finding.fix) == (entry.title, entry.next_test, entry.fix)
     assert "masked" in finding.causes[0] or "-inf" in finding.causes[0]
     assert finding.severity is Severity.WARNING
+
+
+def test_a_cause_that_is_shown_brings_its_own_test_and_fix() -> None:
+    entry = catalogue.entry("GG101")
+    found = catalogue.finding(
+        "GG101", "3 NaN", likely=["zero_std"], shown=["all_masked_row"], unlikely=["overflow_half"]
+    )
+    by_key = {cause.key: cause.text for cause in entry.causes}
+    assert found.causes[:2] == (by_key["all_masked_row"], by_key["zero_std"])
+    assert found.causes[-1] == by_key["overflow_half"]
+    assert (found.next_test, found.fix) == (entry.ways["all_masked_row"].next_test, entry.ways["all_masked_row"].fix)
+    # One without words of its own leaves those of the code; what the caller says counts more than either.
+    assert catalogue.finding("GG101", "3 NaN", shown=["uninitialised"]).next_test == entry.next_test
+    assert catalogue.finding("GG101", "3 NaN", shown=["all_masked_row"], fix="Mine.").fix == "Mine."
+    with pytest.raises(KeyError, match="no_such_cause"):
+        catalogue.finding("GG101", "x", shown=["no_such_cause"])
 
 
 def test_every_code_is_raised_somewhere() -> None:

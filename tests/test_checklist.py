@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from char_tokenizer import CharTokenizer
-from gpt_guard import Guardian
+from gpt_guard import Guardian, NonFiniteError
 from gpt_guard.checklists import PHASES, Phase, answers, checklists, open_run
 from gpt_guard.checklists.answers import ANSWERS
 from gpt_guard.checks.report import PreflightReport
@@ -134,7 +135,8 @@ def test_without_a_run_directory_it_is_a_list_of_commands() -> None:
         status, out, err = run(phase)
         assert (status, err) == (0, "")
         items = checklists()[phase]
-        assert out.count("run: ") == len(items)
+        commands = sum(item.run.startswith("gpt-guard ") for item in items)
+        assert (out.count("run: "), out.count("do: ")) == (commands, len(items) - commands)
         assert all(item.ask in " ".join(out.split()) for item in items)
     assert len(run()[1]) > len(run("before")[1])
 
@@ -261,6 +263,57 @@ def test_a_guard_that_was_not_on_answers_nothing(run_dir: Path) -> None:
     assert "GradNormMonitor was not on" in run("during", run_dir)[1]
 
 
+def train_until(folder: Path, bad: int, *, steps: int = 6, goes_on: bool = False) -> None:
+    """A run whose batch holds NaN at one step; with `goes_on` the loop leaves that step out."""
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Guardian(model, optimizer, run_dir=folder, sinks=[], summary=False, replay=False) as guardian:
+        for step in range(steps):
+            x = torch.randn(8, 4)
+            if step == bad:
+                x[0] = math.nan
+            optimizer.zero_grad()
+            try:
+                model(x).square().mean().backward()
+            except NonFiniteError:
+                if not goes_on:
+                    raise
+                continue
+            optimizer.step()
+        assert guardian.latest is not None
+
+
+def test_a_run_that_was_halted_did_not_come_to_its_end(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError):
+        train_until(tmp_path, bad=3)
+    status, out, _ = run("after", tmp_path)
+    assert status == 1
+    assert "✗  The run came to its end: halted by GG103 Non-finite values in the batch (step 3)" in out
+    # A start anew in the same folder is another run.
+    train_until(tmp_path, bad=-1)
+    assert known(tmp_path, "after")["finished"] is None
+
+
+def test_a_run_that_went_on_after_a_halt_is_none(tmp_path: Path) -> None:
+    train_until(tmp_path, bad=3, goes_on=True)
+    assert known(tmp_path, "after")["finished"] is None
+
+
+def test_a_halt_after_a_step_may_stand_before_that_steps_own_line(run_dir: Path) -> None:
+    last = json.loads((run_dir / "steps.jsonl").read_text().splitlines()[1])
+    halt = {"kind": "finding", "action": "halt", "code": "GG106", "title": "A title", "severity": "error", "seen": "so"}
+    with (run_dir / "steps.jsonl").open("a") as log:
+        for line in ({**halt, "step": STEPS}, {**last, "step": STEPS}):
+            log.write(json.dumps(line, separators=(",", ":")) + "\n")
+    assert known(run_dir, "after")["finished"] is False
+
+
+def test_one_of_a_kind_is_said_in_the_singular(tmp_path: Path) -> None:
+    train_until(tmp_path, bad=-1, steps=1)
+    said = {item.key: answer.seen for item, answer in answers("during", open_run(tmp_path))}
+    assert said["finite"] == "1 loss"
+
+
 @pytest.mark.parametrize("name", ["steps.jsonl", "report.json"])
 def test_a_damaged_file_is_named_and_exits_with_2(run_dir: Path, name: str) -> None:
     (run_dir / name).write_text("no json\n")
@@ -293,4 +346,4 @@ def test_output_fits_a_terminal_without_ticks(trained: Path) -> None:
     )
     text = done.stdout.decode("ascii")
     assert "   + " in text
-    assert all(len(line) <= 100 for line in text.splitlines() if "run: " not in line)
+    assert all(len(line) <= 100 for line in text.splitlines() if not re.search("(run|do): ", line))

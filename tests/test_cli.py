@@ -26,6 +26,9 @@ def test_explain_says_everything(code: str) -> None:
     assert out.startswith(f"GG101 {entry.title}")
     for text in (entry.meaning, entry.next_test, entry.fix):
         assert " ".join(text.split()) in words
+    for key, way in entry.ways.items():
+        assert key in {cause.key for cause in entry.causes}
+        assert f"test: {' '.join(way.next_test.split())} fix: {' '.join(way.fix.split())}" in words
     places = [words.index(f"{n}. {' '.join(cause.text.split())}") for n, cause in enumerate(entry.causes, start=1)]
     assert places == sorted(places)
     assert max(map(len, out.split("\n"))) <= 100

@@ -121,3 +121,40 @@ def test_nothing_is_left_on_state_dict() -> None:
         assert model._state_dict_pre_hooks
         assert not copy.deepcopy(model)._state_dict_pre_hooks
     assert not model._state_dict_pre_hooks
+
+
+def unseen(weight: Tensor) -> None:
+    weight.data[0, 0] = math.nan
+
+
+def by_numpy(weight: Tensor) -> None:
+    weight.detach().numpy()[0, 0] = math.nan
+
+
+def counted(weight: Tensor) -> None:
+    with torch.no_grad():
+        weight[0, 0] = math.nan
+
+
+@pytest.mark.parametrize("write", [unseen, by_numpy, counted])
+@pytest.mark.parametrize("bad", [12, 30, 36])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_write_before_a_forward_is_not_laid_to_the_step_before(
+    write: Callable[[Tensor], None], bad: int, kind: type[torch.optim.Optimizer]
+) -> None:
+    model = net()
+    optimizer = kind(model.parameters(), lr=0.01)  # type: ignore[call-arg]  # each takes one
+    steps: list[int] = []
+
+    def loop() -> None:
+        for step in train(model, optimizer, rows, steps=STEPS):
+            steps.append(step)
+            if step == bad - 1:
+                write(model.get_parameter("0.weight"))
+
+    with Guardian(model, optimizer, sinks=[], summary=False), pytest.raises(NonFiniteError) as caught:
+        loop()
+    found = caught.value.finding
+    assert (found.code, found.parameter, found.step) == ("GG105", "0.weight", bad)
+    assert steps[-1] == bad - 1
+    assert found.causes[0].startswith("Changed outside of optimizer.step()")

@@ -346,3 +346,37 @@ def test_gradients_put_in_place_by_hand_need_no_forward() -> None:
                 parameter.grad = parameter.detach() - moved.detach()
             optimizer.step()
     assert [(finding.code, finding.severity) for finding in guardian.findings] == [("GG902", Severity.INFO)]
+
+
+class Listed(nn.Module):
+    """Its second layer is in a plain list, where no module knows of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.rest = [nn.Linear(4, 4)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest[0](self.first(x))  # type: ignore[no-any-return]  # a module call is Any
+
+
+def not_watched(model: nn.Module, **options: Any) -> tuple[str, ...]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Guardian(model, optimizer, sinks=[], summary=False, **options) as guardian:
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.randn(3, 4)).square().sum().backward()
+            optimizer.step()
+    return guardian.report().not_watched
+
+
+def test_modules_that_the_model_does_not_know_are_named_as_not_watched() -> None:
+    (spot,) = [each for each in not_watched(Listed()) if "GG303" in each]
+    assert "`rest`" in spot
+    assert not any("GG303" in each for each in not_watched(nn.Linear(4, 4)))
+
+
+def test_without_a_guard_for_them_outputs_are_named_as_not_watched() -> None:
+    spot = "outputs of modules: no guard was given that tests them"
+    assert spot in not_watched(nn.Linear(4, 4), guards=[])
+    assert spot not in not_watched(nn.Linear(4, 4))

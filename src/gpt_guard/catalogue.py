@@ -11,6 +11,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from pydantic import Field
+
 from gpt_guard.records import Finding, Record, Severity
 
 
@@ -21,8 +23,15 @@ class Cause(Record):
     text: str
 
 
+class Way(Record):
+    """The test that settles one cause, and the fix where it is that cause."""
+
+    next_test: str
+    fix: str
+
+
 class Entry(Record):
-    """What the catalogue says about one code."""
+    """What the catalogue says about one code; `ways` are those of single causes, by key, where they have their own."""
 
     code: str
     title: str
@@ -31,12 +40,18 @@ class Entry(Record):
     causes: tuple[Cause, ...]
     next_test: str
     fix: str
+    ways: dict[str, Way] = Field(default_factory=dict)
 
-    def ordered_causes(self, likely: Iterable[str] = ()) -> tuple[str, ...]:
-        """The causes with those in `likely` first, in that order. Raises KeyError for a key that does not exist."""
+    def ordered_causes(self, likely: Iterable[str] = (), unlikely: Iterable[str] = ()) -> tuple[str, ...]:
+        """The causes with those in `likely` first, in that order, and those in `unlikely` last.
+
+        Raises KeyError for a key that does not exist.
+        """
         by_key = {cause.key: cause for cause in self.causes}
         first = [by_key[key] for key in dict.fromkeys(likely)]
-        return tuple(cause.text for cause in (*first, *(c for c in self.causes if c not in first)))
+        last = [cause for key in dict.fromkeys(unlikely) if (cause := by_key[key]) not in first]
+        middle = [cause for cause in self.causes if cause not in first and cause not in last]
+        return tuple(cause.text for cause in (*first, *middle, *last))
 
 
 @cache
@@ -59,18 +74,29 @@ def entry(code: str) -> Entry:
     return known[code]
 
 
-def finding(code: str, seen: str, *, likely: Iterable[str] = (), **fields: Any) -> Finding:
+def finding(
+    code: str,
+    seen: str,
+    *,
+    likely: Iterable[str] = (),
+    unlikely: Iterable[str] = (),
+    shown: Iterable[str] = (),
+    **fields: Any,
+) -> Finding:
     """Build a finding: the fixed words from the catalogue, the evidence from the caller.
 
-    `likely` names the causes to put first for this evidence; every other field of Finding can be given, `severity`,
-    `next_test` and `fix` included where this case is known better than the catalogue knows it.
+    `likely` names the causes to put first for this evidence, `unlikely` those that it speaks against. `shown` are those
+    that it points to: they stand before all others, and the first one's own test and fix are told where it has them.
+    Every other field of Finding can be given, `severity`, `next_test` and `fix` included where this case is known
+    better than the catalogue knows it.
     """
-    known = entry(code)
+    known, first = entry(code), list(shown)
+    way: Way | Entry = known.ways.get(first[0], known) if first else known
     words = {
         "title": known.title,
         "severity": known.severity,
-        "causes": known.ordered_causes(likely),
-        "next_test": known.next_test,
-        "fix": known.fix,
+        "causes": known.ordered_causes([*first, *likely], unlikely),
+        "next_test": way.next_test,
+        "fix": way.fix,
     }
     return Finding(code=code, seen=seen, **{**words, **fields})

@@ -34,6 +34,7 @@ from gpt_guard.sinks.jsonl import JsonlSink
 from gpt_guard.sinks.report import with_report
 from gpt_guard.staging import Staged
 from gpt_guard.subject import Subject
+from gpt_guard.unentered import NEVER_ENTERED, warn_if_trained
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -64,8 +65,7 @@ class Guardian(Staged):
     - `tokenizer`, `config`: what this run belongs to, for its fingerprint. `summary`: whether a table ends the run.
     - `reads`: "immediate" tests every output where it is made, "per_step" reads the device once just before each step;
       "auto" is immediate on the CPU, where reading costs nothing, and per step anywhere else.
-    - `inspect_steps`, `inspect_every`: the first steps after entry, and one of so many later ones (0: none), are looked
-      at harder, see `inspect_now`.
+    - `inspect_steps`, `inspect_every`: the first steps, and one of so many later ones (0: none), see `inspect_now`.
     - `replay`: whether a step with a non-finite value is run again before the finding is told, so that it names the
       operation and the line; a number limits the seconds, True to 20 of the loop's own steps or 5 s.
 
@@ -109,7 +109,8 @@ class Guardian(Staged):
         outputs += [] if folder is None else [*with_report(JsonlSink(folder)), box]
         self._desk = Desk(Policy(policy, strict=strict), outputs, self._progress, again.enrich, box.note)
         self._session: Session | None = None
-        self._not_watched: list[str] = []
+        self._not_watched = [NEVER_ENTERED]
+        self._unentered = warn_if_trained(self, model)
 
     def __enter__(self) -> Self:
         return self.start()
@@ -122,6 +123,7 @@ class Guardian(Staged):
         if self._session is not None:
             raise GuardUsageError("this Guardian is already watching: stop() it first, or leave the `with` around it")
         model, optimizers = self._subject.alive()
+        self._unentered.detach()
         self._desk.quiet = False
         self._desk.open(header(model, optimizers, self.guards, self.step))
         try:

@@ -14,6 +14,7 @@ from gpt_guard.desk import Desk
 from gpt_guard.forwards import Forwards
 from gpt_guard.hooks.clearings import Clearings
 from gpt_guard.hooks.gradients import Gradients
+from gpt_guard.hooks.optimizer import is_part_of_another
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.lane import Lane
 from gpt_guard.progress import Progress
@@ -34,14 +35,12 @@ class Loop:
 
     def __init__(self, watch: Watch, roster: Roster, desk: Desk, progress: Progress) -> None:
         self.unseen = Unseen(watch, progress)
-        self._watch = watch
-        self._roster = roster
-        self._progress = progress
+        self.step_compiled = self.unseen.step_compiled
+        self._watch, self._roster, self._progress = watch, roster, progress
         self._gradients = Gradients(watch.tracked)
         self._clearings = Clearings(watch, self._gradients)
         self._steps = Steps(watch, self._gradients, roster, desk, progress)
-        self._pace = watch.pace
-        self._backlog = Backlog(roster, desk, progress)
+        self._pace, self._backlog = watch.pace, Backlog(roster, desk, progress)
         watch.settle = self._backlog.settle
         self.forwards = Forwards(watch, roster, progress, self._steps, self._backlog, self.unseen.look_inside)
         self._threads = self.forwards.threads
@@ -52,8 +51,7 @@ class Loop:
         self.scaler = ScalerEvents(watch, self._gradients, self.unseen, self._skipped)
         self._scale, self._use = self.scaler.scale, self.scaler.use
         self._loss: Tensor | None = None
-        self._stepped = False
-        self._open = [0] * len(watch.optimizers)
+        self._stepped, self._open = False, [0] * len(watch.optimizers)
         self._observed: Observation | None = None
 
     # Backward: every one in the process; ours is one that changes gradients of ours.
@@ -146,11 +144,16 @@ class Loop:
     def step_begins(self, index: int, *, closure: bool) -> None:
         """Read and judge before anything changes; with a closure the gradients come later, from inside the step."""
         self._open[index] += 1
+        watch, lane = self._watch, self._lane
         if self._open[index] > 1:
-            return
+            if is_part_of_another(watch.optimizers[index]):
+                return
+            # The one that was open has raised, and this one is made in its place.
+            self._open[index] = 1
+            if lane is not None:
+                lane.ready, lane.stepping = lane.stepping, False
         self.scaler.fired, self._observed = True, None
         self.unseen.step()
-        watch, lane = self._watch, self._lane
         watch.step, watch.closure = self._progress.steps[index], closure
         written = watch.versions.step_begins((index, watch.step))
         if lane is not None and lane.light.waited:
@@ -195,14 +198,15 @@ class Loop:
     def step_ended(self, index: int) -> None:
         """Measure what the step has done."""
         lane = self._lane
-        if lane is not None and lane.stepping and self._open[0] == 1:
-            self._open[0], self._stepped = 0, True
+        if self._open[index] > 1 and is_part_of_another(self._watch.optimizers[index]):
+            self._open[index] -= 1
+            return
+        self._open[index] = 0
+        if lane is not None and lane.stepping:
+            self._stepped = True
             if not self._watch.tap.calls:
                 self._end_step()
             lane.step_ended(self._watch.optimizers[0])
-            return
-        self._open[index] = max(self._open[index] - 1, 0)
-        if self._open[index]:
             return
         self._watch.versions.step_ended()
         seen, self._observed = self._observed, None
@@ -222,10 +226,7 @@ class Loop:
         self.unseen.step_ended()
         watch = self._watch
         watch.inspection.step_ended(self._progress.step)
-        if watch.inspection.active:
-            watch.pace.doubt()
-        else:
-            watch.pace.step_ended()
+        watch.pace.doubt() if watch.inspection.active else watch.pace.step_ended()
 
     def _end_step(self) -> None:
         watch = self._watch
@@ -253,8 +254,7 @@ class Loop:
     def finish(self) -> None:
         """Complete what still waits, and let the guards say what is left to say."""
         self.settle()
-        readings = self._steps.read()
-        if readings and not self._watch.immediate:
+        if (readings := self._steps.read()) and not self._watch.immediate:
             # A forward, or a backward, that no step has followed.
             self._steps.judge_early(readings)
         self._roster.finish()

@@ -183,7 +183,7 @@ class Report(Record):
     facts: dict[str, JsonValue] = Field(default_factory=dict)
     checks: tuple[CheckResult, ...] = ()
     findings: tuple[Finding, ...] = ()
-    counts: dict[str, int] = Field(default_factory=dict, description="occurrences by code, repeats included")
+    counts: dict[str, int] = Field(default_factory=dict, description="how often guards have reported each code")
 
     def save(self, path: str | PathLike[str]) -> Path:
         """Write the report as JSON, whole or not at all; NaN and the infinities survive. Raises OSError."""

@@ -64,7 +64,7 @@ def render_finding(finding: Finding, width: int = WIDTH) -> str:
         beside("healthy", _healthy(finding.last_healthy)) + _table(finding.history),
         numbered("likely", [cause.text for cause in proven] or finding.causes[:_CAUSES], width),
         beside("next test", next_test) + beside("fix", fix) + beside("more", _explain(finding)),
-        beside("black box", _bundle(finding)),
+        beside("black box", _bundle(finding, width)),
     ]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
@@ -97,12 +97,17 @@ def _explain(finding: Finding) -> str:
     return f"gpt-guard explain {finding.code}" + (f"  ({left} more cause{'s' * (left > 1)})" if left > 0 else "")
 
 
-def _bundle(finding: Finding) -> str:
-    return f"{finding.bundle}\nopen it with: {_replay_command(finding)}" if finding.bundle else ""
+def _bundle(finding: Finding, width: int) -> str:
+    if finding.bundle is None:
+        return ""
+    opened = f"open it with: {_replay_command(finding)}"
+    if len(opened) > width - LABEL:  # a command that is wrapped anywhere else cannot be pasted into a shell
+        opened = opened.replace("gpt-guard", "\ngpt-guard", 1).replace(" --model", " \\\n    --model", 1)
+    return f"{finding.bundle}\n{opened}"
 
 
 def _replay_command(finding: Finding) -> str:
-    # A class out of the script itself, or out of a function, has no name that another process could import.
+    # A class out of a notebook, or out of a function, has no name that another process could import.
     return f"gpt-guard replay {finding.bundle} --model {finding.bundle_model or 'package.module:Class'}"
 
 

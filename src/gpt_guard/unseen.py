@@ -32,6 +32,8 @@ class Unseen:
         self.backwards = 0
         self.attempts = 0
         self.saw_modules = False
+        # Optimizers that compiled code steps, and how many steps of theirs were counted before.
+        self._compiled: dict[int, int] = {}
         self._watch = watch
         self._progress = progress
         self._first_step = progress.step
@@ -56,6 +58,10 @@ class Unseen:
         self._patience = max(self._patience, _TIMES * self._watch.since_step)
         self._watch.since_step = self._scaler_calls = self._changes = self._idle = 0
         self._versions = None
+
+    def step_compiled(self, index: int) -> None:
+        """Compiled code makes steps of this optimizer, of which nothing is told."""
+        self._compiled[index] = self._progress.steps[index]
 
     def scaler_called(self) -> None:
         """A GradScaler was asked to step an optimizer of ours; a step, skipped or not, should follow."""
@@ -83,6 +89,12 @@ class Unseen:
         self._changes += self._versions is not None and versions != self._versions
         self._versions = versions
 
+    def _compiled_steps(self) -> str:
+        """Where compiled code has made all steps since it was compiled, as far as is seen."""
+        steps, optimizers = self._progress.steps, self._watch.optimizers
+        names = {type(optimizers[index]).__name__ for index, count in self._compiled.items() if steps[index] == count}
+        return f"compiled code holds the whole step() of {', '.join(sorted(names))}" if names else ""
+
     def _long_enough(self) -> bool:
         return self._most_of_the_run() and self._idle > (_LONG if self.attempts else _LONG_AT_FIRST)
 
@@ -95,13 +107,14 @@ class Unseen:
         names = ", ".join(type(optimizer).__name__ for optimizer in watch.optimizers)
         stepped = self._progress.step > self._first_step
         when = f"since step {last}" if stepped else "without a step"
+        compiled = self._compiled_steps()
         seen = (
             f"{watch.since_step} backward calls reached the model {when}: the optimizer given to Guardian ({names}) "
-            f"{'no longer steps' if self.attempts else 'does not step'}."
+            f"{'no longer steps' if self.attempts else 'is not seen to step' if compiled else 'does not step'}."
         )
         if self._changes:
-            seen += " Its parameters change nevertheless: something else updates them, unseen."
-            likely = "other_optimizer"
+            seen += f" Its parameters change nevertheless: {compiled or 'something else updates them'}, unseen."
+            likely = "compiled_step" if compiled else "other_optimizer"
         elif self._scaler_calls:
             seen += (
                 f" scaler.step() was called on it {self._scaler_calls} times and came to no step; its parameters stay "
@@ -162,7 +175,11 @@ class Unseen:
         found = [f"the inside of the compiled {name or 'model'}" for name in tap.inside_compiled + tap.compiled_later]
         if not self.forward():
             found.append("forward passes: the model was never called")
+        elif not tap.watching:
+            found.append("outputs of modules: no guard was given that tests them")
         since = self._watch.since_step
+        if compiled := self._compiled_steps():
+            found.append(f"optimizer steps: {compiled}")
         if self._told_steps and self.attempts and since > self._patience:
             found.append(f"optimizer steps after step {self._progress.step - 1}: {since} backward calls without one")
         return found
@@ -212,11 +229,13 @@ class Unseen:
         if self._told_steps:
             return
         seen = f"{self.backwards} backward calls reached the model" if self.backwards else "no backward"
+        if compiled := self._compiled_steps():
+            seen += f"; {compiled}"
         self._watch.submit(
             finding(
                 "GG903",
                 f"No optimizer step was seen inside the Guardian ({seen}).",
-                likely=["other_optimizer" if self.backwards else "no_backward"],
+                likely=["compiled_step" if compiled else "other_optimizer" if self.backwards else "no_backward"],
                 moment=Moment.EXIT,
             )
         )

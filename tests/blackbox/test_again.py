@@ -37,8 +37,9 @@ def test_each_cause_is_found_again_by_name_and_place(fail: Fail, cause: str) -> 
 def test_a_mended_model_no_longer_shows_it(fail: Fail, cause: str) -> None:
     kind, _ = CAUSES[cause]
     mended = kind(keep_self=True) if cause == "mask" else kind(eps=1e-3)
-    done = replay(fail(cause).path, mended)
+    done = replay(fail(cause).path, mended, mended=True)
     assert done.reproduced is False
+    assert done.gone
     assert done.same is None
     assert "does not show any more" in str(done)
 
@@ -173,13 +174,17 @@ def test_a_model_that_was_compiled_fits_one_that_is_not(fail: Fail) -> None:
     done = replay(failed.path, LogOfZero())
     assert done.reproduced
     assert done.same
+    assert not done.likeness.parts
     assert replay(failed.path, mended_log()).reproduced is False
 
 
 def test_inputs_can_be_given_instead(fail: Fail, fresh: LogOfZero) -> None:
     failed = fail("log")
-    assert replay(failed.path, fresh, args=[torch.ones(1, 4)]).reproduced is False
-    assert replay(failed.path, fresh, kwargs={"x": -torch.ones(1, 4)}).reproduced
+    assert replay(failed.path, fresh, args=[torch.ones(1, 4)]).gone
+    done = replay(failed.path, fresh, kwargs={"x": -torch.ones(1, 4)})
+    assert done.reproduced
+    assert "with the same inputs" not in done.verdict
+    assert "The inputs are those that were given now." in done.verdict
 
 
 def test_a_time_limit_gives_no_answer(fail: Fail, fresh: LogOfZero) -> None:
@@ -212,7 +217,7 @@ def test_recorded_buffers_are_used_unless_the_models_own_are_asked_for(tmp_path:
     bundle = caught.value.finding.bundle
     assert bundle is not None
     assert replay(bundle, Buffered(0.0, persistent=persistent)).reproduced
-    assert replay(bundle, Buffered(0.0, persistent=persistent), buffers=False).reproduced is False
+    assert replay(bundle, Buffered(0.0, persistent=persistent), buffers=False).gone
 
 
 def with_loss(tmp_path: Path, *, watched: bool) -> Failed:

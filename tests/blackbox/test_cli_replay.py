@@ -77,10 +77,11 @@ def replay(*args: str | Path) -> Said:
 def test_five_causes_come_back_in_a_fresh_process_and_go_when_they_are_mended(fail: Fail) -> None:
     failed = {cause: fail(cause) for cause in CAUSES}
     calls = [[str(run.path), "--json", "--model", f"{MODULE}:{CAUSES[cause][1]}"] for cause, run in failed.items()]
-    *answers, shown, mended = in_another_process(
+    *answers, shown, same_code, mended = in_another_process(
         *calls,
         [str(failed["log"].path), "--model", f"{MODULE}:LogOfZero"],
         [str(failed["log"].path), "--model", f"{MODULE}:mended_log"],
+        [str(failed["log"].path), "--model", f"{MODULE}:mended_log", "--mended"],
     )
     for (cause, run), said in zip(failed.items(), answers, strict=True):
         told, before = said.answer, run.finding.operation
@@ -99,6 +100,9 @@ def test_five_causes_come_back_in_a_fresh_process_and_go_when_they_are_mended(fa
     assert shown.out.startswith("GG101 Non-finite values in a module's output")
     assert "The same fault at the same place." in shown.out
     assert max(map(len, shown.out.splitlines())) <= WIDTH
+    assert same_code.code == 2
+    assert "although the code is what it was in the run (failing_models.py" in same_code.words
+    assert "not as recorded: `eps` was 0.0, is 0.001" in same_code.words
     assert mended.code == 0
     assert "The fault does not show any more" in mended.words
 
@@ -187,7 +191,11 @@ def test_a_loss_outside_of_the_model_is_given_by_name(tmp_path: Path) -> None:
     assert alone.code == 2
     assert "log_loss was not run: give it as" in alone.words
     assert replay(*options, "--loss", f"{MODULE}:log_loss").code == 1
-    assert replay(*options, "--loss", f"{MODULE}:mended_loss").code == 0
+    other = replay(*options, "--loss", f"{MODULE}:mended_loss")
+    assert other.code == 2
+    assert other.words.startswith("Not what the bundle was made of: the loss function was ")
+    assert "failing_models.mended_loss" in other.words
+    assert replay(*options, "--loss", f"{MODULE}:mended_loss", "--mended").code == 0
 
 
 def test_the_bundle_of_the_example_opens_with_the_printed_command(
@@ -204,7 +212,10 @@ def test_the_bundle_of_the_example_opens_with_the_printed_command(
         model.get_parameter("blocks.0.mlp.up.weight")[0, 0] = float("nan")
     with pytest.raises(GuardError) as caught, Guardian(model, optimizer, run_dir="run", sinks=[]):
         model(torch.randint(11, (2, 8)), torch.randint(11, (2, 8)))
-    said = replay(str(caught.value.finding.bundle), "--model", "mini_gpt:MiniGPT")
+    named = caught.value.finding.bundle_model
+    assert named is not None
+    assert named.endswith("examples/mini_gpt.py:MiniGPT")  # it cannot be imported by name from here
+    said = replay(str(caught.value.finding.bundle), "--model", named)
     assert said.code == 1
     assert "The same fault at the same place." in said.words
     assert "blocks.0.mlp.up.weight" in said.words

@@ -61,6 +61,9 @@ def test_a_deep_sigmoid_stack_is_told() -> None:
     (finding,) = watch(plain(12, nn.Sigmoid))
     assert (finding.code, finding.step, finding.module) == ("GG205", 4, "")
     assert "smaller" in finding.seen
+    assert finding.seen.endswith("median ratio of the first 5 steps).")
+    (in_one,) = watch(plain(12, nn.Sigmoid), depth_steps=1)
+    assert in_one.seen.endswith("per weight (root mean square, in one step).")
     assert finding.evidence["ratio"] < 1e-4  # type: ignore[operator]  # a float
     profile = finding.evidence["per_weight"]
     assert isinstance(profile, dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 from gpt_guard.callbacks.eval_mode import EvalModeAssert
 from gpt_guard.callbacks.model_probe import ModelProbe
+from gpt_guard.callbacks.param_delta import ParamDeltaProbe
 from gpt_guard.guardian import Guardian
 from gpt_guard.records import Finding, Severity
 
@@ -98,8 +100,82 @@ def test_attention_in_a_list_is_missed_by_eval_first_of_all() -> None:
 
     hidden = [Attention()]
     (found,) = run(lambda module, x: hidden[0](x))
-    assert found.seen.startswith("scaled_dot_product_attention(p=0.3) in a Attention that eval() misses")
+    start = "scaled_dot_product_attention(p=0.3) in a module (Attention) that eval() misses drops values in eval mode."
+    assert found.seen.startswith(start)
     assert found.causes[0].startswith("The module that drops is in a plain list")
+    assert "nn.ModuleList" in found.fix
+
+
+class Block(nn.Module):
+    """Drops on two lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(4, 4), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(self.linear(x))
+        return self.drop(x)  # type: ignore[no-any-return]  # a module call is Any
+
+
+class Holder(nn.Module):
+    """Keeps blocks in whatever way, and calls them one after the other."""
+
+    def __init__(self, keep: Callable[[list[nn.Module]], Any], blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks, self.head = keep(blocks), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.blocks.values() if isinstance(self.blocks, dict) else self.blocks
+        for each in kept:
+            for block in each if isinstance(each, list) else [each]:
+                x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]  # a module call is Any
+
+
+def held(keep: Callable[[list[nn.Module]], Any], make: Callable[[], nn.Module] = Block, *, all_of: bool = False) -> Any:
+    """The findings of a model that holds two blocks, of whose tensors the optimizer gets all or the model's own."""
+    torch.manual_seed(0)
+    blocks = [make(), make()]
+    model = nn.Sequential(nn.Linear(4, 4), Holder(keep, blocks))
+    theirs = [tensor for block in blocks for tensor in block.parameters()]
+    optimizer = torch.optim.SGD([*model.parameters(), *(theirs if all_of else [])], lr=0.1)
+    guards = [ModelProbe(), EvalModeAssert(), ParamDeltaProbe()]
+    with Guardian(model, optimizer, guards=guards, sinks=[]) as guardian:
+        for _ in range(4):
+            optimizer.zero_grad()
+            F.cross_entropy(model(torch.randn(6, 4)), torch.zeros(6, dtype=torch.long)).backward()
+            optimizer.step()
+    return guardian.findings
+
+
+@pytest.mark.parametrize(
+    ("keep", "kind"),
+    [
+        (lambda blocks: blocks, "a list of 2 Block"),
+        (lambda blocks: dict(enumerate(blocks)), "a dict of 2 Block"),
+        (lambda blocks: [blocks], "a list of 1 list"),
+    ],
+    ids=["list", "dict", "nested"],
+)
+def test_blocks_that_eval_misses_are_one_cause_with_the_attribute_that_holds_them(keep: Any, kind: str) -> None:
+    dropout, hidden = held(keep)
+    assert (dropout.code, hidden.code) == ("GG505", "GG303")
+    assert f" It is in attribute `1.blocks` ({kind}) of Holder, which does not register it." in dropout.seen
+    assert "No optimizer holds the 4 trainable tensors in there (GG303)" in dropout.seen
+    assert dropout.where is not None
+    assert dropout.where.text == "x = self.drop(self.linear(x))"
+
+
+def test_blocks_that_the_optimizer_was_given_are_only_missed_by_eval() -> None:
+    dropout, extra = held(lambda blocks: blocks, all_of=True)
+    assert (dropout.code, extra.code) == ("GG505", "GG307")
+    assert "(a list of 2 Block) of Holder, which does not register it. Two eval passes" in dropout.seen
+
+
+def test_a_list_of_dropout_layers_alone_holds_nothing_that_trains() -> None:
+    (dropout,) = held(lambda blocks: blocks, lambda: nn.Dropout(0.2))
+    assert " It is in attribute `1.blocks` (a list) of Holder, which does not register it. Two" in dropout.seen
 
 
 def test_training_written_out_may_be_meant() -> None:

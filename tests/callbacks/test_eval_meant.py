@@ -165,7 +165,7 @@ def test_the_call_that_is_named_is_about_the_module_that_is_named() -> None:
     (found,) = run.watch(loop)
     assert (found.module, found.step) == ("head.0", 5)
     assert "model.enc" not in found.seen
-    assert "Nobody called .eval() on them" in found.seen
+    assert "Nobody called .eval() on it since" in found.seen
 
 
 # Pseudo-labels.

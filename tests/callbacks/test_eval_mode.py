@@ -236,7 +236,7 @@ def test_eval_that_is_never_undone() -> None:
     (found,) = run.watch(loop)
     assert (found.code, found.step) == ("GG503", 10)
     assert "2 of 2 mode-sensitive modules in eval mode" in found.seen
-    assert "until step 9; model.eval() was called in `evaluate`" in found.seen
+    assert "They were in training mode until step 9; model.eval() was called in `evaluate`" in found.seen
     assert found.where is not None
     assert found.where.text == "run.model.eval()"
     assert found.where.file == __file__
@@ -286,6 +286,7 @@ def test_a_part_set_to_eval_later_is_worth_knowing(allow: Any) -> None:
             ("GG504", Severity.INFO, 3, "1")
         ]
         assert "model.1.eval() was called" in found[0].seen
+        assert ". It was in training mode until step" in found[0].seen
 
 
 def test_generation_that_restores_the_mode_is_quiet() -> None:

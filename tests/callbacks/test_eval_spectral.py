@@ -52,6 +52,7 @@ def run(model: nn.Module, *parts: str, reads: Any = "immediate") -> list[Finding
 def test_it_is_told_once_with_the_layer_and_the_line(make: Callable[[], nn.Module], path: str, reads: Any) -> None:
     (found,) = run(make(), "evaluate", "train", "evaluate", "train", reads=reads)
     assert (found.code, found.step, found.module, found.evaluation) == ("GG508", 0, path, True)
+    assert f" 1 weight under spectral_norm (`{path}`) is not normalised:" in found.seen
     assert found.where is not None
     assert found.where.text == "model(torch.randn(4, WIDTH))"
 

@@ -134,7 +134,7 @@ def run_from_the_top(model: Tuned, begin: Callable[[Tuned], object]) -> tuple[Fi
 def test_train_at_the_top_of_the_loop_is_told_in_the_first_step() -> None:
     (found,) = run_from_the_top(frozen(), blanket)
     assert (found.code, found.step, found.module) == ("GG506", 0, "back.1")
-    assert "were in eval mode on entry" in found.seen
+    assert "in eval mode on entry" in found.seen
     assert found.evidence["statistics"] == 1
 
 
@@ -192,7 +192,8 @@ def taught(model: Taught, begin: Callable[[Taught], object]) -> tuple[Finding, .
 def test_the_dropout_of_a_teacher_that_a_blanket_train_reaches_is_told() -> None:
     (found,) = taught(Taught(), lambda model: model.train())
     assert (found.code, found.step, found.module) == ("GG506", 0, "teacher.1")
-    assert "Their parameters are frozen" in found.seen
+    assert found.seen.startswith("1 mode-sensitive module was in eval mode on entry and is in training mode")
+    assert found.seen.endswith(" Its parameters are frozen.")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from gpt_guard.callbacks.little_trains import only_scales
 from gpt_guard.callbacks.param_delta import ParamDeltaProbe
 from gpt_guard.guardian import Guardian
 from gpt_guard.records import Finding, Severity
@@ -40,6 +41,12 @@ def test_it_is_noted_once_with_what_is_frozen(trains: Callable[[str], bool]) -> 
     again = ParamDeltaProbe()
     again.load_state_dict(guard.state_dict())
     assert run(trains, again) == []
+
+
+def test_one_matrix_is_said_in_the_singular() -> None:
+    model = {"weight": torch.zeros(2, 2), "bias": torch.zeros(2, requires_grad=True)}
+    (found,) = only_scales(model, 0)
+    assert found.seen.endswith("Its only weight matrix is frozen (`weight`).")
 
 
 @pytest.mark.parametrize(

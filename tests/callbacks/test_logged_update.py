@@ -127,3 +127,16 @@ def test_it_holds_nothing_after_the_inspected_steps_and_says_a_number_once() -> 
 def test_settings_are_checked() -> None:
     with pytest.raises(GuardUsageError, match="at least 2"):
         LoggedUpdate(least=1)
+
+
+def test_a_parameter_taken_out_of_its_group_is_no_trouble() -> None:
+    model = nn.Linear(6, 2)
+    stepper = torch.optim.AdamW(model.parameters(), lr=LR)
+    with Guardian(model, stepper, guards=[LoggedUpdate()], sinks=[]) as guardian:
+        for step in range(3):
+            stepper.zero_grad()
+            model(torch.randn(5, 6)).square().mean().backward()
+            if step == 1:
+                stepper.param_groups[0]["params"].pop()
+            stepper.step()
+    assert not [found.code for found in guardian.findings if found.code == "GG906"]

@@ -107,4 +107,4 @@ def test_a_loss_written_by_hand_is_named_as_not_looked_at() -> None:
     by_hand = alone(model, lambda: model(features()[0]).pow(2).mean())
     assert [spot for spot in by_hand.report().not_watched if "written by hand" in spot]
     by_call = alone(model, lambda: F.cross_entropy(model(features()[0]), features()[1]))
-    assert by_call.report().not_watched == ()
+    assert not [spot for spot in by_call.report().not_watched if spot.startswith("LossInputs")]

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.param_delta import ParamDeltaProbe
 from gpt_guard.callbacks.param_sample import sample_view
+from gpt_guard.callbacks.update_ratio import RatioWatch
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.guardian import Guardian
 from gpt_guard.records import Finding, Moment, Observation
@@ -403,6 +404,28 @@ def test_freezing_with_the_gradient_removed_is_quiet() -> None:
 def test_steps_as_large_as_the_weights(lr: float, expected: list[str]) -> None:
     model, optimizer = make(lr)
     assert codes(watched(model, optimizer, lambda: train(model, optimizer, 20))) == expected
+
+
+def test_a_quarter_is_judged_with_its_own_bound_while_the_loss_rises() -> None:
+    def judge(losses: list[float], ratio: float) -> list[Finding]:
+        watch = RatioWatch(1.0, 1e-7, 10)
+        each = (
+            Observation(step=step, moment=Moment.AFTER_STEP, lr=(0.1,), grad_norm=1.0, loss=loss, update_ratio=ratio)
+            for step, loss in enumerate(losses)
+        )
+        return [found for seen in each for found in watch.judge(seen, 1000, lambda: False)]
+
+    (risen,) = judge([2.0, 2.1, 3.0], 0.538)
+    assert "geometric mean 0.538, bound 0.25 where the loss has risen by a tenth" in risen.seen
+    assert risen.seen.endswith(", and the loss rose from 2 to 3.")
+    assert (risen.title, risen.evidence["bound"]) == (
+        "Steps change a large part of the weights while the loss rises",
+        0.25,
+    )
+    assert judge([2.0, 2.1, 2.0], 0.538) == []
+    (over,) = judge([2.0, 2.1, 2.0], 1.5)
+    assert "geometric mean 1.5, bound 1) at lr" in over.seen
+    assert over.title == "Steps are as large as the weights"
 
 
 def test_steps_too_small_to_train() -> None:

@@ -86,7 +86,7 @@ def twice(scheduler: Any, _optimizer: Optimizer, _step: int) -> None:
 def test_stepped_once_it_is_quiet(make: Callable[[Optimizer], Any], given: bool) -> None:
     findings, report = run(make, once, given=given)
     assert findings == []
-    assert report.not_watched == ()
+    assert not [spot for spot in report.not_watched if spot.startswith("LRTracker")]
 
 
 @given_or_found

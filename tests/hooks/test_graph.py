@@ -64,6 +64,29 @@ def test_numbers_of_the_evidence_are_those_of_the_tensor() -> None:
     assert operation.shows == "log of 2 zeros"
 
 
+@pytest.mark.parametrize(
+    ("shows", "make"),
+    [
+        ("log of 1 zero", lambda w: torch.log(w)),
+        ("log of 1 negative number (lowest -0.5)", lambda w: torch.log(w - 0.5)),
+        ("sqrt of 1 negative number", lambda w: torch.sqrt(w - 1)),
+        ("1 / sqrt of 1 zero", lambda w: torch.rsqrt(w)),
+        ("division by 1 zero", lambda w: torch.ones(2) / w),
+        ("exp overflowed in 1 element", lambda w: torch.exp((w + 0.5) * 100)),
+        ("softmax gave NaN in 1 row", lambda w: (w * 0 - math.inf).softmax(-1)),
+        ("std over a single element, 1 time", lambda w: w[:1].std()),
+        ("1 zero to the power of -1", lambda w: w**-1),
+        ("1 negative number to the power of 0.5", lambda w: (w - 1) ** 0.5),
+        ("1 of 2 targets is NaN or infinite", lambda w: F.mse_loss(w, torch.tensor([math.nan, 1.0]))),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:std\\(\\)")
+def test_one_of_a_kind_is_said_in_the_singular(shows: str, make: Make) -> None:
+    operation = explain(make(torch.tensor([0.0, 1.0], requires_grad=True)))
+    assert operation is not None
+    assert operation.shows == shows
+
+
 def test_an_operation_on_values_that_were_bad_already_is_not_blamed() -> None:
     weight = torch.tensor([1.0, math.nan, 0.0], requires_grad=True)
     assert explain(torch.log(weight).sum()) is None

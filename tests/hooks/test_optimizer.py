@@ -37,6 +37,9 @@ class Listener:
     def step_ended(self, index: int) -> None:
         self._note(f"ended {index}")
 
+    def step_compiled(self, index: int) -> None:
+        self._note(f"compiled {index}")
+
 
 class Wrapped:
     """As accelerate wraps an optimizer."""

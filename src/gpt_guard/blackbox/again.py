@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -13,16 +12,17 @@ from torch.optim import Optimizer
 
 from gpt_guard.blackbox.bundle import Bundle, read_bundle
 from gpt_guard.blackbox.environment import differences, environment_of
+from gpt_guard.blackbox.likeness import Likeness, likeness
 from gpt_guard.blackbox.manifest import FileName
 from gpt_guard.blackbox.paths import plain_path
 from gpt_guard.blackbox.placing import Placing
 from gpt_guard.blackbox.recipe_file import rebuilt
+from gpt_guard.blackbox.replayed import Replayed
 from gpt_guard.blackbox.weights import put_weights
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.fingerprint.naming import some
 from gpt_guard.hooks.optimizer import unwrap as plain_optimizers
 from gpt_guard.records import Finding
-from gpt_guard.render import WIDTH, clean, render_finding, render_short
 from gpt_guard.replaying.outcome import Outcome, with_outcome
 from gpt_guard.replaying.recipe import Recipe
 from gpt_guard.replaying.rerun import replay_step
@@ -31,40 +31,7 @@ from gpt_guard.replaying.target import target_of
 DEFAULT_LIMIT_S = 300.0
 """A person waits for this one; the replay inside of a run has a much shorter limit."""
 
-
-@dataclass(frozen=True)
-class Replayed:
-    """What running a bundle's step again has shown.
-
-    `reproduced` is True where the fault is still there, False where the step runs through without it, None where the
-    replay came to no answer. `finding` is told as the exception tells it, `same` says whether operation and module are
-    those of the bundle. `notes` name what is not as it was when the bundle was written.
-    """
-
-    bundle: Bundle
-    outcome: Outcome
-    finding: Finding
-    reproduced: bool | None
-    same: bool | None
-    notes: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        told = render_finding(self.finding) if self.reproduced else render_short(self.finding)
-        notes = [textwrap.fill(clean(f"not as recorded: {note}"), WIDTH) for note in self.notes]
-        return "\n\n".join([told, textwrap.fill(clean(self.verdict), WIDTH), *notes])
-
-    @property
-    def verdict(self) -> str:
-        """The answer in one sentence."""
-        if self.reproduced is None:
-            return f"No answer: {self.outcome.text}"
-        if not self.reproduced:
-            return (
-                f"The fault does not show any more. If the code was changed since, it is gone; if it was not: "
-                f"{self.outcome.text}"
-            )
-        place = "The same fault at the same place." if self.same else "A fault at another place than the one recorded."
-        return f"{place} {self.outcome.text}"
+_MOST_SETTINGS = 8
 
 
 def replay(
@@ -76,6 +43,7 @@ def replay(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     buffers: bool = True,
+    mended: bool = False,
     limit_s: float | None = DEFAULT_LIMIT_S,
 ) -> Replayed:
     """Load a bundle into a model, in place, and run the step that failed again, operation by operation.
@@ -87,6 +55,8 @@ def replay(
     - `loss_fn`: the function that was given to `guardian.watch_loss`, where the loss lies outside of the model.
     - `args`, `kwargs`: what to call the model with instead of what was recorded.
     - `buffers`: False keeps the buffers that the model was built with, such as one that was uninitialised and is not.
+    - `mended`: True says that whatever is other than in the run was changed to mend the fault: a step that runs through
+      is then an answer, even where the model has other classes or its code is what it was.
     - `limit_s`: seconds, or None for no limit.
 
     Raises GuardUsageError for a bundle that cannot be used, or that does not fit the model.
@@ -94,21 +64,19 @@ def replay(
     if not isinstance(model, nn.Module):
         raise GuardUsageError(f"model is a {type(model).__name__}, not an nn.Module. Write replay(bundle, model)")
     opened = bundle if isinstance(bundle, Bundle) else read_bundle(bundle)
+    recorded = opened.recipe.loss
+    like = likeness(opened.source, model, None if recorded is None else recorded.function, loss_fn)
     notes = _load(opened, model, plain_optimizers(optimizer), buffers)
+    given = args is not None or kwargs is not None
     recipe = _recipe(opened, model, loss_fn, args, kwargs)
-    holes = [] if args is not None or kwargs is not None else _holes(opened)
-    if opened.recipe.loss is not None and loss_fn is None:
-        name = opened.recipe.loss.function
-        notes.append(f"the loss function {name} was not run: give it as loss_fn (--loss package.module:function)")
+    recipe = replace(recipe, notes=(*recipe.notes, *_other(opened, given=given, buffers=buffers)))
+    holes = [] if given else _holes(opened)
+    if recorded is not None and loss_fn is None:
+        notes.append(
+            f"the loss function {recorded.function} was not run: give it as loss_fn (--loss package.module:function)"
+        )
     notes += differences(opened.environment, environment_of(model))
-    outcome = replay_step(model, recipe, limit_s=limit_s)
-    if recipe.finding is None or target_of(recipe.finding) is None:
-        outcome = _whole_forward(outcome)
-    elif not outcome.reproduced and outcome.decided:
-        # The tensor of the finding is good; a step that fails elsewhere is not mended all the same.
-        elsewhere = replay_step(model, replace(recipe, finding=None), limit_s=limit_s)
-        if (whole := _whole_forward(elsewhere)).reproduced:
-            outcome = whole
+    outcome = _run(model, recipe, limit_s)
     if holes and not outcome.reproduced:
         # A forward that fails over a hole, or goes another way because of it, says nothing about the fault.
         raise GuardUsageError(
@@ -116,7 +84,29 @@ def replay(
             f"gpt_guard.replay(bundle, model, args=..., kwargs=...)"
         )
     notes += [f"None was given for {some(holes)}, which is no plain data"] if holes else []
-    return _told(opened, recipe, outcome, notes)
+    told = _told(opened, recipe, outcome, notes, like)
+    return replace(told, mended=mended, other_step=given or not buffers)
+
+
+def _run(model: nn.Module, recipe: Recipe, limit_s: float | None) -> Outcome:
+    outcome = replay_step(model, recipe, limit_s=limit_s)
+    if recipe.finding is None or target_of(recipe.finding) is None:
+        return _whole_forward(outcome)
+    if not outcome.reproduced and outcome.decided:
+        # The tensor of the finding is good; a step that fails elsewhere is not mended all the same.
+        elsewhere = _whole_forward(replay_step(model, replace(recipe, finding=None), limit_s=limit_s))
+        return elsewhere if elsewhere.reproduced else outcome
+    return outcome
+
+
+def _other(bundle: Bundle, *, given: bool, buffers: bool) -> Iterator[str]:
+    """What the person has asked for, or the bundle lacks, and that is therefore not what was recorded."""
+    if given:
+        yield "The inputs are those that were given now."
+    if not bundle.has(FileName.MODEL):
+        yield "The weights are the model's own."
+    elif not buffers:
+        yield "The buffers are those that the model was built with."
 
 
 def _holes(bundle: Bundle) -> list[str]:
@@ -199,7 +189,7 @@ def _check_recorded(bundle: Bundle, loss_fn: Callable[..., Any] | None, *, given
         )
 
 
-def _told(bundle: Bundle, recipe: Recipe, outcome: Outcome, notes: Sequence[str]) -> Replayed:
+def _told(bundle: Bundle, recipe: Recipe, outcome: Outcome, notes: Sequence[str], like: Likeness) -> Replayed:
     guards = recipe.finding or bundle.finding
     if target_of(guards) is None:  # the guard itself has seen all that there is to be seen
         finding = guards.model_copy(update={"replay": outcome.text, "operation": outcome.operation})
@@ -207,7 +197,8 @@ def _told(bundle: Bundle, recipe: Recipe, outcome: Outcome, notes: Sequence[str]
         finding = with_outcome(guards, outcome)
     reproduced = outcome.reproduced if outcome.decided else None
     same = _same(bundle.finding, finding) if reproduced else None
-    return Replayed(bundle, outcome, finding, reproduced, same, tuple(notes))
+    settings = [] if same else like.settings[:_MOST_SETTINGS]  # such as a counter, which a new model has at its start
+    return Replayed(bundle, outcome, finding, reproduced, same, (*settings, *notes), like)
 
 
 def _same(recorded: Finding, now: Finding) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from gpt_guard.blackbox.named import named, trusted
 from gpt_guard.blackbox.source import Source
 from gpt_guard.checks.imported import can_be_called, find, required_of, takes, user_code
 from gpt_guard.errors import GuardUsageError
@@ -18,25 +19,22 @@ def trusted_model(config: str | None, source: Source) -> nn.Module:
     Only a subclass of nn.Module is called: a bundle must not name any other function of this machine. Raises
     GuardUsageError.
     """
-    if source.spec is None:
-        raise GuardUsageError(
-            f"--trust-source: {source} cannot be imported from another process; give --model package.module:factory"
-        )
-    target = find(source.spec, "--trust-source", required=True)
+    spec = trusted(source)
+    target = find(spec, "--trust-source", required=True)
     if not isinstance(target, type) or not issubclass(target, nn.Module):
-        raise GuardUsageError(
-            f"--trust-source: {source.spec} is no class of a model; give --model package.module:factory"
-        )
-    return build_model(source.spec, config, source)
+        raise GuardUsageError(f"--trust-source: {spec} is no class of a model; give --model package.module:factory")
+    return build_model(spec, config, source)
 
 
 def build_model(spec: str, config: str | None, source: Source) -> nn.Module:
-    """What `package.module:Name` makes, imported from the current folder.
+    """What `package.module:Name` makes, imported from the current folder, or `folder/file.py:Name` from its own.
 
     A class or function that can be called without arguments is; otherwise it gets the settings that the bundle
     recorded, as keywords, or as the one object that `config`, by default the name with `Config` behind it, makes of
     them. Raises GuardUsageError where that does not give a model.
     """
+    spec = named(spec, "--model", source)
+    config = None if config is None else named(config, "--config", source)
     target = find(spec, "--model", required=True)
     if isinstance(target, nn.Module):
         return target

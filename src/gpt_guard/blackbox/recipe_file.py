@@ -80,9 +80,15 @@ def _stored_ambient(ambient: Ambient) -> StoredAmbient:
 
 
 def _stored_loss(loss: LossRecipe) -> StoredLoss:
-    kind = loss.function if hasattr(loss.function, "__qualname__") else type(loss.function)
-    name = f"{getattr(kind, '__module__', '')}:{getattr(kind, '__qualname__', 'a function')}"
-    return StoredLoss(function=name, calls_model=loss.calls_model, ambient=_stored_ambient(loss.ambient))
+    return StoredLoss(
+        function=function_name(loss.function), calls_model=loss.calls_model, ambient=_stored_ambient(loss.ambient)
+    )
+
+
+def function_name(function: Any) -> str:
+    """`module:name` of a function or method; of an object that is called, that of its class."""
+    kind = function if hasattr(function, "__qualname__") else type(function)
+    return f"{getattr(kind, '__module__', '')}:{getattr(kind, '__qualname__', 'a function')}"
 
 
 def modes_of(model: nn.Module, recipe: Recipe) -> dict[str, bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from gpt_guard.blackbox.environment import environment_of
 from gpt_guard.blackbox.manifest import FileName, LeftOut
 from gpt_guard.blackbox.recipe_file import modes_of, parts_of, stored
-from gpt_guard.blackbox.source import source_of
+from gpt_guard.blackbox.source import class_of, shown, source_of
 from gpt_guard.blackbox.steps import last_steps
 from gpt_guard.blackbox.weights import weights_of
 from gpt_guard.blackbox.write import MEGABYTE, Part, as_json, write_bundle
@@ -36,6 +37,9 @@ _NO_FORWARD = LeftOut(
     what=FileName.BATCH, why="no forward had been captured when it failed: there is nothing to run again"
 )
 _logger = logging.getLogger("gpt_guard")
+
+# Code that was written after this may have been loaded before, as in a notebook that was not restarted.
+_LOADED = time.time()
 
 
 class BlackBox(Sink):
@@ -97,7 +101,7 @@ class BlackBox(Sink):
         if path is None:
             return finding
         model, _ = self._subject()
-        return finding.model_copy(update={"bundle": _shown(path), "bundle_model": source_of(model).spec})
+        return finding.model_copy(update={"bundle": shown(path), "bundle_model": class_of(model).typed})
 
     def _bundle_of(self, run_dir: Path, finding: Finding, action: Action) -> Path | None:
         if not _is_failure(finding, action):
@@ -139,7 +143,7 @@ class BlackBox(Sink):
             FileName.FINDING: as_json(finding),
             FileName.REPORT: as_json(told),
             FileName.ENVIRONMENT: as_json(environment_of(model)),
-            FileName.SOURCE: as_json(source_of(model)),
+            FileName.SOURCE: as_json(source_of(model, since=_LOADED)),
             FileName.RECIPE: as_json(stored(recipe)),
             FileName.MODES: as_json(modes_of(model, recipe) if recipe is not None else {}),
         }
@@ -162,12 +166,6 @@ def _is_failure(finding: Finding, action: Action) -> bool:
     """Numbers that went bad, whatever is done about them, and anything else that halts."""
     numeric = finding.code.startswith("GG1") and finding.severity is Severity.ERROR
     return numeric or action is Action.HALT
-
-
-def _shown(path: Path) -> str:
-    """The path as a person would type it in the folder where the program is now."""
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _free_name(run_dir: Path, step: int | None) -> Path:

@@ -3,45 +3,103 @@
 from __future__ import annotations
 
 import inspect
+import math
+import os
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 from pydantic import Field, JsonValue
 from torch import nn
 
+from gpt_guard.blackbox.anatomy import classes_of, kinds_of, settings_of
+from gpt_guard.blackbox.code import UNKNOWN, code_files, digests, home_of, is_own, root_of, script
 from gpt_guard.checkpoint.belongs import model_config
 from gpt_guard.fingerprint import unwrap
 from gpt_guard.records import Record
 
 
 class Source(Record):
-    """The class of a model: its module, its name in it, file and line, and the model's own `.config`, if it has one."""
+    """The class of a model: its module, its name in it, file and line, and the model's own `.config`, if it has one.
+
+    `script` is the module that was run as a script. `classes` has each module's class by its path, `settings` plain
+    attributes by path and name, `code` the SHA-256 of source files by module; all three are empty in older bundles.
+    """
 
     module: str = Field(max_length=1000)
     qualname: str = Field(max_length=1000)
     file: str | None = Field(default=None, max_length=10_000)
     line: int | None = None
     config: dict[str, JsonValue] | None = None
+    script: str | None = Field(default=None, max_length=1000)
+    classes: dict[str, str] = Field(default_factory=dict)
+    settings: dict[str, str] = Field(default_factory=dict)
+    code: dict[str, str] = Field(default_factory=dict)
 
     @property
     def spec(self) -> str | None:
-        """`package.module:Class`, where another process can import it: not out of a script, nor out of a function."""
-        importable = self.module != "__main__" and "<locals>" not in self.qualname
+        """`package.module:Class`, where another process can import it: not out of a notebook, nor out of a function."""
+        importable = self.module != UNKNOWN and "<locals>" not in self.qualname
         return f"{self.module}:{self.qualname}" if importable else None
+
+    @property
+    def root(self) -> Path | None:
+        """The folder from which the model's module is imported, where the file shows it."""
+        return None if self.file is None else root_of(self.module, self.file)
+
+    @property
+    def typed(self) -> str | None:
+        """What to type behind `--model` in the current folder: `folder/file.py:Class` where it is no name from here."""
+        if self.spec is None or self.file is None or self.root is None or not is_own(self.module, self.file):
+            return self.spec
+        return self.spec if self.root.resolve() in _searched() else f"{shown(Path(self.file))}:{self.qualname}"
 
     def __str__(self) -> str:
         place = f" ({self.file}:{self.line})" if self.file is not None else ""
         return f"{self.module}.{self.qualname}{place}"
 
 
-def source_of(model: nn.Module) -> Source:
-    """Look up the class of what is inside the wrappers; reads the user's file, runs nothing of it."""
+def _searched() -> set[Path]:
+    """The folders in which every process that begins here looks for a module."""
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return {Path.cwd().resolve(), *(Path(path).resolve() for path in paths if path)}
+
+
+def shown(path: Path) -> str:
+    """The path as a person would type it in the folder where the program is now."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def config_of(model: nn.Module) -> dict[str, Any] | None:
+    """The model's own `.config`, if it has one that is one."""
+    with suppress(Exception):  # it may be anything, with properties that raise
+        return model_config(model, None)
+    return None
+
+
+def class_of(model: nn.Module) -> Source:
+    """Look up the class of what is inside the wrappers, and nothing else; reads the user's file, runs nothing of it."""
     kind = type(unwrap(model))
-    file: str | None = None
+    home = home_of(kind)
     line: int | None = None
     with suppress(OSError, TypeError):  # a class made in a notebook or by exec() has no file
-        file = inspect.getsourcefile(kind)
         line = inspect.getsourcelines(kind)[1]
-    config = None
-    with suppress(Exception):  # it may be anything, with properties that raise
-        config = model_config(model, None)
-    return Source(module=kind.__module__, qualname=kind.__qualname__, file=file, line=line, config=config)
+    return Source(module=home.module, qualname=kind.__qualname__, file=home.file, line=line)
+
+
+def source_of(model: nn.Module, since: float = math.inf) -> Source:
+    """All that is recorded of a model's code; reads the user's files, runs nothing of them.
+
+    Of files that were written to after `since`, in seconds of the epoch, nobody knows what they held before.
+    """
+    found, main = class_of(model), script()
+    own = found.module if type(unwrap(model)).__module__ == UNKNOWN else None
+    changes = {
+        "config": config_of(model),
+        "script": own or (None if main is None else main.module),
+        "classes": classes_of(model),
+        "settings": settings_of(model),
+        "code": digests(code_files(kinds_of(model)), since),
+    }
+    return found.model_copy(update=changes)

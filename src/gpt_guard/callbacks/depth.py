@@ -71,11 +71,12 @@ class DepthProfile:
         how = "smaller" if ratio < 1.0 else "larger"
         apart = 1.0 / ratio if ratio < 1.0 else ratio
         where = f"`{stack.path}`" if stack.path else "the model"
+        steps = f"median ratio of the first {self._steps} steps" if self._steps > 1 else "in one step"
         return finding(
             "GG205",
             f"In {where} ({stack.kind} of {len(stack.blocks)} blocks) the gradient of block `{first}` is "
             f"{apart:.1e} times {how} than that of `{last}`: {number(profile[first])} against {number(profile[last])} "
-            f"per weight (root mean square, median ratio of the first {self._steps} steps).",
+            f"per weight (root mean square, {steps}).",
             likely=["saturation" if ratio < 1.0 else "growing"],
             step=seen.step,
             moment=Moment.BEFORE_STEP,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from gpt_guard.callbacks.eval_missed import Missed, find_missed
 from gpt_guard.catalogue import finding
 from gpt_guard.hooks.functions import FunctionCall
 from gpt_guard.hooks.watch import Watch
@@ -57,13 +58,15 @@ def dropout_in_eval(watch: Watch, found: DropoutCall, *, apart: float | None = N
     likely = ["unregistered"] if path is None else ["on_purpose", "literal"] if on_purpose else ["default"]
     if found.name == "scaled_dot_product_attention":
         likely = ["attention"] if path is not None else ["unregistered", "attention"]
+    missed = find_missed(watch, module) if path is None else None
     place = f"`{path}`" if path else "the model's own forward"
-    where = place if path is not None else f"a {type(module).__name__} that eval() misses"
+    where = place if path is not None else f"a module ({type(module).__name__}) that eval() misses"
     measured = "" if apart is None else f" Two eval passes of one batch differ by {number(apart)}."
+    line = f"{found.where.file}:{found.where.line}" if found.where is not None else found.name
     return finding(
         "GG505",
-        f"{found.name}(p={found.p:g}) in {where} drops values in eval mode.{measured}",
-        likely=likely,
+        f"{found.name}(p={found.p:g}) in {where} drops values in eval mode.{_kept(missed)}{measured}",
+        shown=likely,
         severity=Severity.INFO if on_purpose else Severity.WARNING,
         step=watch.step,
         moment=Moment.FORWARD,
@@ -71,6 +74,20 @@ def dropout_in_eval(watch: Watch, found: DropoutCall, *, apart: float | None = N
         module=path,
         module_class=type(module).__name__,
         where=found.where,
-        cause_id=f"{found.where.file}:{found.where.line}" if found.where is not None else found.name,
-        evidence={"p": found.p} | ({} if apart is None else {"difference": apart}),
+        # All that one attribute hides is one cause, on whatever lines it is called.
+        cause_id=line if missed is None else f"in {missed.name}",
+        evidence={"p": found.p}
+        | ({} if apart is None else {"difference": apart})
+        | ({} if missed is None else {"attribute": missed.name}),
     )
+
+
+def _kept(missed: Missed | None) -> str:
+    """Where the module is kept, and what eval() is not alone in missing there."""
+    if missed is None:
+        return ""
+    said = f" It is in attribute `{missed.name}` ({missed.kind}) of {missed.owner}, which does not register it."
+    if not missed.untrained:
+        return said
+    tensors = f"{missed.untrained} trainable tensor{'s' if missed.untrained > 1 else ''}"
+    return f"{said} No optimizer holds the {tensors} in there (GG303): the likely cause of both is the plain attribute."

@@ -23,11 +23,16 @@ def off_in_training(
         # From the start: parts frozen on purpose sit in a model that itself is in training mode.
         if len(off) < modules or not whole:
             return None
-        story = "They were in eval mode from the first step on."
+        story = f"{_they_were(off)} in eval mode from the first step on."
         return trained_in_eval("GG502", step, list(off), modules, story, ["never_train"], None)
     who: Who | None = watch.modes.who(training=False, of=changed[0].path)
-    story = f"They were in training mode until step {max(last)}"
+    told = off if len(off) == modules else changed
+    story = f"{_they_were(told)} in training mode until step {max(last)}"
     story += f"; {call('eval', who)[:-1]} and never undone." if who else "."
     if len(off) == modules:
         return trained_in_eval("GG503", step, list(off), modules, story, ["eval_not_undone"], who)
     return trained_in_eval("GG504", step, changed, modules, story, ["part_eval"], who)
+
+
+def _they_were(modules: Sequence[Sensitive]) -> str:
+    return "It was" if len(modules) == 1 else "They were"

@@ -50,11 +50,13 @@ class Unestimated:
         if not wrong:
             return
         first = max(wrong, key=wrong.__getitem__)
+        weights = "1 weight" if len(wrong) == 1 else f"{len(wrong)} weights"
+        verb = "is" if len(wrong) == 1 else "are"
         watch.submit(
             finding(
                 "GG508",
-                f"The model is evaluated before it was called in training mode, and {len(wrong)} weights under "
-                f"spectral_norm ({listed(wrong)}) are not normalised: that of `{first}` has a spectral norm of at "
+                f"The model is evaluated before it was called in training mode, and {weights} under "
+                f"spectral_norm ({listed(wrong)}) {verb} not normalised: that of `{first}` has a spectral norm of at "
                 f"least {wrong[first]:.3g}, where it should be 1.",
                 likely=["no_training_forward"],
                 step=watch.step,

@@ -101,14 +101,17 @@ def _unfrozen(
         # A call on what is frozen as a whole reaches nothing else.
         return None
     statistics = sum(each.buffers for each in told)
+    one = len(told) == 1
+    what = "1 mode-sensitive module was" if one else f"{len(told)} mode-sensitive modules were"
     seen = (
-        f"{len(told)} mode-sensitive modules were in eval mode {began} and are in training mode in "
-        f"this step ({described(told)}). {call('train', who)}"
+        f"{what} in eval mode {began} and {'is' if one else 'are'} in training mode in this step ({described(told)}). "
+        f"{call('train', who)}"
     )
     if frozen:
-        seen += " Their parameters are frozen."
+        seen += f" {'Its' if one else 'Their'} parameters are frozen."
     if statistics:
-        seen += f" The running statistics of {statistics} of them now move with each batch."
+        seen += f" {'Its running statistics' if one else f'The running statistics of {statistics} of them'} now move"
+        seen += " with each batch."
     return finding(
         "GG506",
         seen,

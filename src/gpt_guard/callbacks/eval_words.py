@@ -43,8 +43,10 @@ def evaluated_in_training(watch: Watch, known: Suspicion, sensitive: int, *, why
         f"mode-sensitive modules in training mode ({described(known.modules)})."
     )
     if statistics:
-        seen += f" The forward also changed the running statistics of {len(statistics)} of them."
-    nobody = "" if known.inside else " Nobody called .eval() on them since watching began."
+        whose = f"of {len(statistics)} of them" if len(known.modules) > 1 else "of it"
+        seen += f" The forward also changed the running statistics {whose}."
+    on = "them" if len(known.modules) > 1 else "it"
+    nobody = "" if known.inside else f" Nobody called .eval() on {on} since watching began."
     seen += f" {why}" if why else f" {call('train', who)}" if who else nobody
     return finding(
         "GG501",

@@ -11,12 +11,15 @@ from torch import Tensor
 from gpt_guard.callbacks.finite_words import GUARD, amount
 from gpt_guard.catalogue import finding
 from gpt_guard.hooks.between import Step, between, names_of, suspects
+from gpt_guard.hooks.half import no_half
 from gpt_guard.hooks.reach import uses
 from gpt_guard.hooks.tensors import describe
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, TensorStats
 
 _LISTED = 10
+# They do not prove a cause: any softmax lies between, or code that nobody can look into.
+_VAGUE = ("masked_row", "hook_or_manual")
 
 
 def confirmed(watch: Watch, names: Sequence[str], norms: Sequence[float]) -> dict[str, TensorStats]:
@@ -116,10 +119,13 @@ def bad_gradient(
     there = names_of(steps)
     named = f" Operations between it and the last finite gradient: {', '.join(there[:_LISTED])}." if there else ""
     evidence: dict[str, Any] = {"bad_gradients": [parameter, *others][:_LISTED], "bad_gradient_count": len(bad)}
+    likely = list(_likely(tensor, steps, alone=not others))
     return finding(
         "GG104",
         f"The gradient of `{parameter}` {held}; loss and module outputs were finite.{also}{named}",
-        likely=_likely(tensor, steps, alone=not others),
+        likely=likely,
+        unlikely=["half_overflow"] if no_half(watch, loss) else (),
+        shown=likely[:1] if likely[0] not in _VAGUE else (),
         module=module,
         module_class=_class_of(watch, module),
         parameter=parameter,
@@ -169,7 +175,8 @@ def changed_before_step(
     return finding(
         "GG104",
         f"The gradient of `{first}` holds {amount(bad[first])} at the step. {when}{also}",
-        likely=["half_overflow" if scaled else "hook_or_manual" if seen else "steep"],
+        likely=["steep"],
+        shown=["half_overflow"] if scaled else ["hook_or_manual"] if seen else (),
         module=module,
         module_class=kind,
         parameter=first,

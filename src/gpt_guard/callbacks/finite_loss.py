@@ -116,25 +116,27 @@ def _bad_loss(
         evidence["operations"] = made_by
     if masks:
         evidence["neg_inf_outputs"] = list(masks)
-    likely = [*first, *_proven(operation, diverging=diverging), *_likely(labels, made_by, masks, tensor_stats)]
+    shown = _shows(operation, labels, diverging=diverging)
+    likely = [*first, *_likely(made_by, masks, tensor_stats)]
     if labels is None and not _classifies(watch, loss, made_by):
         # Without integer labels there is no ignore_index: it comes last.
         likely += ["own_loss_code", "division_by_zero", "bad_target", "log_of_zero", "overflow"]
-    return finding("GG102", seen, likely=likely, tensor=tensor_stats, evidence=evidence, guard=GUARD, **fields)
+    return finding(
+        "GG102", seen, likely=likely, shown=shown, tensor=tensor_stats, evidence=evidence, guard=GUARD, **fields
+    )
 
 
-def _proven(operation: Operation | None, *, diverging: bool) -> Iterable[str]:
+def _shows(operation: Operation | None, labels: Labels | None, *, diverging: bool) -> Iterable[str]:
+    """The causes that the evidence points to, each with a test and a fix of its own."""
     if operation is not None:
         yield _KEYS.get(operation.cause, "own_loss_code")
+    if labels is not None and labels.supervised == 0:
+        yield "all_labels_ignored"
     if diverging:
         yield "diverged"
 
 
-def _likely(
-    labels: Labels | None, made_by: Sequence[str], masks: Sequence[str], stats: TensorStats | None
-) -> Iterable[str]:
-    if labels is not None and labels.supervised == 0:
-        yield "all_labels_ignored"
+def _likely(made_by: Sequence[str], masks: Sequence[str], stats: TensorStats | None) -> Iterable[str]:
     if masks and "NllLoss" in made_by:
         yield "target_masked"
     if stats is not None and stats.dtype == "float16" and stats.pos_inf:

@@ -6,25 +6,16 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
+from gpt_guard.callbacks.finite_step_causes import could_not_have, eps_of, step_causes
 from gpt_guard.callbacks.finite_words import GUARD, amount
 from gpt_guard.catalogue import finding
 from gpt_guard.hooks.state import BadState, StateWatch
-from gpt_guard.hooks.tensors import describe
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Observation, TensorStats
 
-# Below this a float32 number cannot overflow by one product with a learning rate, a decay or a gradient.
-_FAR_FROM_OVERFLOW = 1e18
-# Decoupled decay multiplies by 1 - lr * weight_decay: from here on its size is above 1.
-_FLIPS = 2.0
-_NEAR = 0.1
 _LISTED = 10
-# State in which optimizers of torch keep averages or sums of squared gradients: never negative.
-_SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf")
 # Tables that are computed once and never updated.
 _TABLES = ("inv_freq", "cos", "sin", "cos_cached", "sin_cached", "freqs", "freqs_cis", "pe", "alibi")
 
@@ -103,15 +94,17 @@ def bad_after_step(
     """Parameters and buffers that are bad after a step and were good after the one before: one finding for each kind.
 
     `written` names those that not only steps have written to. `light`: they were not looked at in the step itself, and
-    a write that torch does not count may have made them so. `since` is the step after which all was known to be finite,
-    where that is not the one before: then it is not known which step it was.
+    where nothing in it explains them, a write that torch does not count has made them so after it. `since` is the step
+    after which all was known to be finite, where that is not the one before: then it is not known which step it was.
     """
     optimizer = watch.optimizers[seen.optimizer]
     groups: dict[str, list[str]] = {"GG105": [], "GG106": [], "GG107": []}
     for name, stats in bad.items():
         if name not in watch.parameters:
             groups["GG107"].append(name)
-        elif name in written and not step_causes(optimizer, watch.parameters[name], stats, seen):
+        elif (
+            name in written or (light and since is None and could_not_have(watch, optimizer, name))
+        ) and not step_causes(optimizer, watch.parameters[name], stats, seen):
             groups["GG105"].append(name)
         else:
             groups["GG106"].append(name)
@@ -137,7 +130,7 @@ def _after_step(
     optimizer = watch.optimizers[seen.optimizer]
     stepper = type(optimizer).__name__
     evidence: dict[str, Any] = {"bad_tensors": names[:_LISTED], "bad_tensor_count": len(names)} if others else {}
-    origin, likely = None, ["changed_outside_step"]
+    origin, likely, shown = None, ["changed_outside_step"], list[str]()
     held = f"`{first}` holds {amount(stats)} after step {seen.step}"
     if code == "GG107":
         seen_text = f"Buffer {held}; it was finite after {'the step before' if since is None else f'step {since}'}."
@@ -147,10 +140,17 @@ def _after_step(
             f"Parameter {held}. Something wrote to it outside of {stepper}.step() before, and nothing in this step "
             f"could make it non-finite."
         )
+        if light:
+            seen_text = (
+                f"Parameter `{first}` holds {amount(stats)} before step {seen.step + 1}, and was finite before step "
+                f"{seen.step}. Nothing in that step could make it so: something wrote to it after it, in a way that "
+                f"torch does not count, such as `.data` or numpy."
+            )
         origin = f"Not {stepper}.step(): gradient, lr and optimizer state are finite."
     else:
-        eps = _eps(optimizer, watch.parameters[first])
-        likely = step_causes(optimizer, watch.parameters[first], stats, seen) or ["state_poisoned", "lr_overflow"]
+        eps = eps_of(optimizer, watch.parameters[first])
+        shown = step_causes(optimizer, watch.parameters[first], stats, seen)
+        likely = [*shown] or ["state_poisoned", "lr_overflow"]
         norm = seen.grad_norm_clipped
         known = ", and so were all gradients" if norm is not None and math.isfinite(norm) else ""
         note = f" Its eps of {eps:g} is 0 in {stats.dtype}." if likely[0] == "adam_eps_half" else ""
@@ -171,82 +171,15 @@ def _after_step(
         code,
         seen_text,
         likely=likely,
+        shown=shown,
+        unlikely=["adam_eps_half"] if code == "GG106" and stats.dtype != "float16" else (),
         module=module,
         module_class=kind,
         parameter=first,
         tensor=stats,
         origin=origin,
         evidence=evidence,
-        step=seen.step,
+        step=seen.step + 1 if code == "GG105" and light else seen.step,
         moment=Moment.AFTER_STEP,
         guard=GUARD,
     )
-
-
-def _group(optimizer: Optimizer, parameter: Tensor) -> tuple[int, dict[str, Any]]:
-    for place, group in enumerate(optimizer.param_groups):
-        if any(other is parameter for other in group["params"]):
-            return place, group
-    return len(optimizer.param_groups), {}
-
-
-def _eps(optimizer: Optimizer, parameter: Tensor) -> float | None:
-    eps = _group(optimizer, parameter)[1].get("eps")
-    return float(eps) if isinstance(eps, (int, float)) else None
-
-
-def step_causes(optimizer: Optimizer, parameter: Tensor, stats: TensorStats, seen: Observation) -> list[str]:
-    """The ways in which a step could make a finite parameter non-finite, as keys of GG106's causes; none if it cannot.
-
-    Reads the optimizer's state of this parameter: only after a failure. By then a backward may have followed: lr and
-    gradients are those that were observed before the step.
-    """
-    place, group = _group(optimizer, parameter)
-    eps = _eps(optimizer, parameter)
-    state = {key: value for key, value in optimizer.state.get(parameter, {}).items() if isinstance(value, Tensor)}
-    lr = seen.lr[place] if place < len(seen.lr) else 0.0
-    decay, norm = _number(group.get("weight_decay")), seen.grad_norm_clipped or 0.0
-    half = parameter.dtype is torch.float16
-    found: list[str] = []
-    if lr - lr != 0.0:
-        found.append("lr_nonfinite")
-    # In the parameter's own dtype, as the update computes it.
-    if eps is not None and float(torch.tensor(eps, dtype=parameter.dtype)) == 0.0:
-        found.append("adam_eps_half" if half and eps else "eps_zero")
-    if _poisoned(state) or norm - norm != 0.0:
-        found.append("state_poisoned")
-    if any(key in _SQUARES and bool((value == math.inf).any()) for key, value in state.items()):
-        found.append("square_overflow")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        found.append("line_search")
-    if lr * decay > _FLIPS:
-        found.append("weight_decay")
-    momentum = state.get("momentum_buffer")
-    if momentum is not None and _largest(momentum) > _NEAR * torch.finfo(momentum.dtype).max:
-        found.append("momentum_overflow")
-    largest = [abs(stats.finite_min or 0.0), abs(stats.finite_max or 0.0), abs(lr), norm]
-    largest += [_largest(value) for value in state.values()]
-    if half or max(largest) > _FAR_FROM_OVERFLOW:
-        found.append("lr_overflow")
-    return found
-
-
-def _largest(values: Tensor) -> float:
-    return float(values.abs().max()) if values.numel() else 0.0
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float, Tensor)) else 0.0
-
-
-def _poisoned(state: Mapping[str, Tensor]) -> bool:
-    """Whether this state was bad before a step with finite gradients: such a step makes neither NaN nor negatives."""
-    for key, value in state.items():
-        stats = describe(value)
-        if stats is not None and (stats.nan or key not in (*_SQUARES, "momentum_buffer")):
-            return True
-        if key in _SQUARES and not value.is_complex() and bool((value < 0).any()):
-            return True
-        if key == "step" and bool((value < 1).any()):
-            return True
-    return False

@@ -14,6 +14,7 @@ from gpt_guard.callbacks.finite_loss import is_loss, loss_of_module
 from gpt_guard.callbacks.finite_state import bad_before
 from gpt_guard.callbacks.finite_words import bad_from_outside, bad_output, module_name
 from gpt_guard.hooks.graph import explain
+from gpt_guard.hooks.half import no_half
 from gpt_guard.hooks.state import StateWatch
 from gpt_guard.hooks.sums import measure
 from gpt_guard.hooks.tensors import looks_bad, walk
@@ -54,4 +55,5 @@ def verdict(
         yield loss_of_module(watch, culprit, tensor, masks, here, diverging=diverging)
     else:
         operation = explain(tensor) if tensor is not None else None
-        yield bad_output(watch, culprit, here, operation=operation, diverging=diverging)
+        half = not no_half(watch, tensor)
+        yield bad_output(watch, culprit, here, operation=operation, diverging=diverging, half=half)

@@ -1,23 +1,17 @@
-"""What FiniteGuard says of a bad tensor in a forward: who made it, what the evidence is, and the causes it suggests."""
+"""What FiniteGuard says of a bad tensor in a forward: who made it, and what the evidence is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-import torch
-from torch import nn
-
 from gpt_guard.callbacks.blame import Blame, Shown
+from gpt_guard.callbacks.finite_likely import OF_HALF, causes_likely, causes_shown, used_neg_inf
 from gpt_guard.catalogue import finding
 from gpt_guard.hooks.graph import Operation
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, TensorStats
 
 GUARD = "FiniteGuard"
-_HALF_MAX = torch.finfo(torch.float16).max
-# Within an order of magnitude of the limit, the next product or sum goes over it.
-_NEAR = 0.1
 
 
 def module_name(watch: Watch, index: int) -> str:
@@ -54,11 +48,18 @@ def shown_fields(shown: Shown) -> dict[str, Any]:
 
 
 def bad_output(
-    watch: Watch, culprit: Blame, here: dict[str, Any], *, operation: Operation | None, diverging: bool
+    watch: Watch,
+    culprit: Blame,
+    here: dict[str, Any],
+    *,
+    operation: Operation | None,
+    diverging: bool,
+    half: bool = True,
 ) -> Finding:
     """A module made it, or its code between two of its children did.
 
-    `operation` is what the autograd graph proves about it; `diverging` tells that the loss had run away before.
+    `operation` is what the autograd graph proves about it; `diverging` tells that the loss had run away before, `half`
+    that float16 may have a part in it.
     """
     assert culprit.maker is not None
     shown, receiver = culprit.shown, culprit.receiver
@@ -70,7 +71,9 @@ def bad_output(
     return finding(
         "GG101",
         f"{seen} {state_of(shown)}.{_infinities(watch, culprit)}{told(operation)}",
-        likely=[*_proven(operation, diverging=diverging), *_likely(watch, culprit)],
+        shown=causes_shown(watch, culprit, operation, diverging=diverging),
+        likely=causes_likely(watch, culprit),
+        unlikely=() if half else OF_HALF,
         **module_fields(watch, culprit.maker),
         position=position,
         origin=_origin(watch, culprit),
@@ -84,13 +87,6 @@ def bad_output(
 def told(operation: Operation | None) -> str:
     """What the graph shows, as a sentence."""
     return f" The graph shows: {operation.shows}." if operation else ""
-
-
-def _proven(operation: Operation | None, *, diverging: bool) -> Iterable[str]:
-    if diverging:
-        yield "lr_too_high"
-    if operation is not None:
-        yield {"log_of_zero": "log_or_div_zero"}.get(operation.cause, operation.cause)
 
 
 def bad_from_outside(watch: Watch, culprit: Blame, here: dict[str, Any]) -> Finding:
@@ -141,8 +137,7 @@ def _origin(watch: Watch, culprit: Blame) -> str:
 
 
 def _infinities(watch: Watch, culprit: Blame) -> str:
-    assert culprit.maker is not None
-    if not culprit.masked_rows or (culprit.neg_inf is not None and _takes_no_mask(watch.tap.modules[culprit.maker])):
+    if not culprit.masked_rows or used_neg_inf(watch, culprit):
         return _given_neg_inf(culprit)
     rows = "1 row is" if culprit.masked_rows == 1 else f"{culprit.masked_rows} rows are"
     return f" In what it works on, {rows} -inf throughout: softmax makes of that 0/0."
@@ -167,53 +162,6 @@ def _evidence(watch: Watch, culprit: Blame) -> dict[str, Any]:
     if culprit.bad_locals:
         found["bad_variables"] = list(culprit.bad_locals)
     return found
-
-
-def _likely(watch: Watch, culprit: Blame) -> Iterable[str]:
-    assert culprit.maker is not None
-    module, shown = watch.tap.modules[culprit.maker], culprit.shown
-    nan, infinite = _kinds(shown)
-    if culprit.neg_inf is not None and _takes_no_mask(module):
-        yield "neg_inf_input"
-    if culprit.masked_rows:
-        yield "all_masked_row"
-    if shown.dtype == "float16" and (infinite or _near_half_limit(shown)):
-        yield "overflow_half"
-    if isinstance(module, (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)):
-        yield "zero_std"
-    own_code = culprit.receiver is not None or culprit.after is not None
-    if own_code and nan and "att" in (watch.tap.names[culprit.maker] + type(module).__name__).lower():
-        yield "all_masked_row"
-    if culprit.neg_inf is not None:
-        yield "neg_inf_input"
-    if infinite and shown.dtype != "float16":
-        yield "exp_overflow"
-    if (own_code and nan) or shown.dtype not in ("float16", "bfloat16"):
-        # Whatever else it is, a float32 output has not left the range of float16.
-        yield "log_or_div_zero"
-        yield "negative_root"
-
-
-def _takes_no_mask(module: nn.Module) -> bool:
-    """A single layer of torch's: it has no use for -inf."""
-    softmax = isinstance(module, (nn.Softmax, nn.LogSoftmax, nn.Softmax2d, nn.MultiheadAttention))
-    plain = type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
-    return plain and not softmax
-
-
-def _kinds(shown: Shown) -> tuple[bool, bool]:
-    """Whether NaN and whether +inf is in it; extremes that are NaN hide infinities."""
-    if shown.stats is not None:
-        return shown.stats.nan > 0, shown.stats.pos_inf > 0
-    nan = shown.low != shown.low
-    return nan, not nan and shown.high == float("inf")
-
-
-def _near_half_limit(shown: Shown) -> bool:
-    if shown.stats is None:
-        return True
-    top = max(abs(shown.stats.finite_min or 0.0), abs(shown.stats.finite_max or 0.0))
-    return top > _NEAR * _HALF_MAX
 
 
 def mask_seen(watch: Watch, index: int, shown: Shown, here: dict[str, Any]) -> Finding:

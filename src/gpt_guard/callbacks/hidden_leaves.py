@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -20,6 +20,14 @@ _MOST_WALKS = 12
 _FRESH = 3
 # Somebody's own update of them, as a centre loss makes it by hand, comes within so many steps; a short run has fewer.
 _PATIENCE, _SHORT = 10, 3
+# In the place of a name, where no attribute holds them.
+_OUTSIDE, _MADE_ANEW = "outside", "fresh"
+
+
+def unknown_to_model(said: Iterable[str]) -> list[str]:
+    """The attributes that hold trainable tensors unknown to the model, of what has been said."""
+    names = (each.removeprefix("GG303 ") for each in said if each.startswith("GG303 "))
+    return sorted(name for name in names if name not in (_OUTSIDE, _MADE_ANEW))
 
 
 class HiddenLeaves:
@@ -85,7 +93,7 @@ class HiddenLeaves:
         if due:
             self._outside = {id(leaf): leaf for leaf in rest if id(leaf) in self._outside}
             yield from self._tell_outside()
-        elif "GG303 outside" not in self._said:
+        elif f"GG303 {_OUTSIDE}" not in self._said:
             self._outside |= {id(leaf): leaf for leaf in rest}
             if rest and self._still is None:
                 self._still = Still(rest, self._watch.step)
@@ -132,12 +140,12 @@ class HiddenLeaves:
         shapes = [tuple(leaf.shape) for leaf in new]
         self._fresh_walks = self._fresh_walks + 1 if new and shapes == self._fresh else int(bool(new))
         self._fresh = shapes
-        if self._fresh_walks < _FRESH or "GG303 fresh" in self._said:
+        if self._fresh_walks < _FRESH or f"GG303 {_MADE_ANEW}" in self._said:
             return
         held = holders(new)
         if held.stepped or held.names:
             return
-        self._said.add("GG303 fresh")
+        self._said.add(f"GG303 {_MADE_ANEW}")
         yield self._outside_finding(
             new,
             f"Each of the last {_FRESH} forward passes used {len(new)} new nn.Parameter object"
@@ -150,7 +158,7 @@ class HiddenLeaves:
         """Persistent parameters of something beside the model."""
         outside, still = list(self._outside.values()), self._still
         self._outside, self._still = {}, None
-        if not outside or still is None or "GG303 outside" in self._said:
+        if not outside or still is None or f"GG303 {_OUTSIDE}" in self._said:
             return
         held = holders(outside)
         if held.stepped:
@@ -160,7 +168,7 @@ class HiddenLeaves:
         outside = [leaf for leaf in outside if still.unchanged_one(leaf)]
         if not outside:
             return
-        self._said.add("GG303 outside")
+        self._said.add(f"GG303 {_OUTSIDE}")
         names = f": {', '.join(held.names[:3])}" if held.names else ""
         size = sum(leaf.numel() for leaf in outside)
         yield self._outside_finding(

@@ -25,10 +25,11 @@ def only_scales(model: Mapping[str, Tensor], step: int) -> Iterator[Finding]:
         return
     trained = sum(tensor.numel() for tensor in free.values())
     total = sum(tensor.numel() for tensor in model.values())
+    matrices = f"All {len(frozen)} weight matrices of the model are" if len(frozen) > 1 else "Its only weight matrix is"
     yield finding(
         "GG310",
-        f"{trained:,} of {total:,} elements are trained, biases and scales alone ({listed(free)}). All {len(frozen)} "
-        f"weight matrices of the model are frozen ({listed(frozen, 3)}).",
+        f"{trained:,} of {total:,} elements are trained, biases and scales alone ({listed(free)}). {matrices} frozen "
+        f"({listed(frozen, 3)}).",
         title="No weight matrix is trainable",
         severity=Severity.INFO,
         likely=["frozen_by_name"],

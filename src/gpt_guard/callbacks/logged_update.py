@@ -96,7 +96,9 @@ class LoggedUpdate(Guard):
             return
         held = self.watch.held_by(self.watch.index_of(optimizer))
         rates = {id(each): float(group["lr"]) for group in optimizer.param_groups for each in group["params"]}
-        trained = {name: each for name, each in held.items() if each.grad is not None and _ordinary(each, each.grad)}
+        # What was taken out of the groups is still held by name.
+        there = {name: each for name, each in held.items() if id(each) in rates}
+        trained = {name: each for name, each in there.items() if each.grad is not None and _ordinary(each, each.grad)}
         products = {name: rates[id(each)] * _grad(each) for name, each in trained.items()}
         self._expected = _figures(products, trained)
         self._waits = self.watch.step

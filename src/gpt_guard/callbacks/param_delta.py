@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.decay import DecayWatch
+from gpt_guard.callbacks.hidden_leaves import unknown_to_model
 from gpt_guard.callbacks.param_columns import Columns
 from gpt_guard.callbacks.param_meter import Meter
 from gpt_guard.callbacks.param_moves import Moves
@@ -166,6 +167,8 @@ class ParamDeltaProbe(Guard):
         left_out = [name for plan in plans for name in plan.left_out]
         if left_out:
             yield f"updates of {listed(left_out)}: no dense floating-point values to compare"
+        if hidden := unknown_to_model(self._said):
+            yield f"what the model does not know (GG303), and modules in it: {listed(hidden)}"
 
     def state_dict(self) -> dict[str, Any]:
         return {"said": sorted(self._said), **self._moves.state_dict()}

@@ -66,17 +66,21 @@ class RatioWatch:
         recent = list(self._window)[-_RECENT:]
         mean = math.prod(recent) ** (1 / _RECENT)
         risen = seen.loss is not None and self._first_loss is not None and seen.loss > _RISEN * self._first_loss > 0.0
-        if mean > self._high or (risen and mean > self._high * _SUSPECT):
+        over = mean > self._high
+        if over or (risen and mean > self._high * _SUSPECT):
             self.said.add("GG308")
+            bound = self._high if over else self._high * _SUSPECT
+            loss = f"the loss rose from {self._first_loss:.4g} to {seen.loss:.4g}"
+            judged = f"bound {bound:.3g}" if over else f"bound {bound:.3g} where the loss has risen by a tenth"
             yield finding(
                 "GG308",
                 f"The last {_RECENT} steps changed the weight matrices by {', '.join(f'{r:.3g}' for r in recent)} "
-                f"times their own norm (geometric mean {mean:.3g}, bound {self._high:g}) at lr "
-                f"{learning_rates(seen.lr)}"
-                + (f", and the loss rose from {self._first_loss:.4g} to {seen.loss:.4g}." if risen else "."),
+                f"times their own norm (geometric mean {mean:.3g}, {judged}) at lr {learning_rates(seen.lr)}"
+                + (f", and {loss}." if risen else "."),
+                **({} if over else {"title": "Steps change a large part of the weights while the loss rises"}),
                 step=seen.step,
                 moment=seen.moment,
-                evidence={"ratio": mean, "bound": self._high, "lr": list(seen.lr), "loss": seen.loss},
+                evidence={"ratio": mean, "bound": bound, "lr": list(seen.lr), "loss": seen.loss},
             )
 
     def _judge_low(self, seen: Observation, lr: float) -> Iterable[Finding]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gpt_guard.checklists.during import near_best
-from gpt_guard.checklists.evidence import UNKNOWN, listed, spoken
+from gpt_guard.checklists.evidence import UNKNOWN, listed, many, spoken
 from gpt_guard.checklists.lists import Answer
 from gpt_guard.checklists.run_dir import REPORT_FILE, RunDir
 
@@ -17,7 +17,9 @@ STEP_NAMES = ("steps", "max_steps", "max_iters", "num_steps", "total_steps")
 
 
 def finished(run: RunDir) -> Answer:
-    """The last step against the number that the checkpoint's settings name."""
+    """No halt at its end; the last step against the number that the checkpoint's settings name."""
+    if run.halt is not None:
+        return Answer(False, f"halted by {listed([run.halt])}")
     newest = run.newest
     if newest is None or not run.steps:
         return UNKNOWN
@@ -40,7 +42,7 @@ def loads(run: RunDir) -> Answer:
     from gpt_guard.checkpoint.finite import non_finite
 
     bad = list(non_finite(stored.weights))
-    said = f"{path.name}: {len(stored.weights)} tensors"
+    said = f"{path.name}: {many(len(stored.weights), 'tensor')}"
     return Answer(not bad, f"{said}, not finite: {', '.join(bad[:3])}" if bad else said)
 
 
@@ -123,7 +125,7 @@ def report_kept(run: RunDir) -> Answer:
         return Answer(False, run.problems[REPORT_FILE])
     if run.report is None or not run.report.checks:
         return UNKNOWN
-    return Answer(True, f"{REPORT_FILE} with {len(run.report.checks)} lines")
+    return Answer(True, f"{REPORT_FILE} with {many(len(run.report.checks), 'line')}")
 
 
 def _asked_steps(settings: dict[str, Any]) -> int | None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from statistics import median
 
-from gpt_guard.checklists.evidence import UNKNOWN, ends, listed, losses, quiet, spoken
+from gpt_guard.checklists.evidence import UNKNOWN, ends, listed, losses, many, quiet, spoken
 from gpt_guard.checklists.lists import Answer
 from gpt_guard.checklists.run_dir import RunDir
 from gpt_guard.records import Severity
@@ -39,7 +39,7 @@ def finite(run: RunDir) -> Answer:
     if bad:
         return Answer(False, f"{len(bad)} are not, the first at step {bad[0]}")
     count = len(losses(run))
-    return Answer(True, f"{count} losses") if count else UNKNOWN
+    return Answer(True, f"{count} loss{'es' if count != 1 else ''}") if count else UNKNOWN
 
 
 def falls(run: RunDir) -> Answer:
@@ -55,7 +55,7 @@ def errors(run: RunDir) -> Answer:
     if run.log is None:
         return UNKNOWN
     found = [finding for finding in spoken(run) if finding.severity is Severity.ERROR]
-    return Answer(not found, listed(found) if found else f"{len(run.log.findings)} findings in all")
+    return Answer(not found, listed(found) if found else f"{many(len(run.log.findings), 'finding')} in all")
 
 
 def skipped(run: RunDir) -> Answer:
@@ -72,7 +72,7 @@ def validated(run: RunDir) -> Answer:
     if not values:
         return UNKNOWN
     last = max(values)
-    return Answer(True, f"{len(values)} times, the last at step {last}")
+    return Answer(True, f"{many(len(values), 'time')}, the last at step {last}")
 
 
 def near_best(run: RunDir) -> Answer:
@@ -97,7 +97,7 @@ def saved(run: RunDir) -> Answer:
         return Answer(True, f"{newest.name}, of a step it does not tell")
     # A checkpoint counts the steps done, the log numbers them from 0.
     behind = max(0, run.steps[-1].step + 1 - stored.step)
-    return Answer(behind * 2 <= run.steps[-1].step + 1, f"{newest.name} is {behind} steps behind")
+    return Answer(behind * 2 <= run.steps[-1].step + 1, f"{newest.name} is {many(behind, 'step')} behind")
 
 
 def pace(run: RunDir) -> Answer:

@@ -34,7 +34,7 @@ def quiet(guard: str, *codes: str, say: Callable[[RunDir], str] | None = None) -
         if guard not in watching:
             return Answer(None, f"{guard} was not on")
         figures = say(run) if say is not None else ""
-        return Answer(True, figures or f"{guard} found nothing in {len(run.steps)} steps")
+        return Answer(True, figures or f"{guard} found nothing in {many(len(run.steps), 'step')}")
 
     return answer
 
@@ -51,6 +51,11 @@ def listed(findings: Iterable[Finding]) -> str:
     for finding in sorted(findings, key=lambda each: each.severity is not Severity.ERROR):
         first.setdefault(finding.code, finding)
     return "; ".join(f"{each.code} {each.title}{_at(each)}" for each in first.values())
+
+
+def many(count: int, one: str) -> str:
+    """A count with its noun, in the singular where it is one."""
+    return f"{count} {one}{'s' if count != 1 else ''}"
 
 
 def ends(values: Sequence[float]) -> tuple[float, float] | None:

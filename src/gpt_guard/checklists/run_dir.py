@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import cached_property
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic_core import from_json
+
 from gpt_guard.errors import GuardError, GuardUsageError
-from gpt_guard.records import Observation, Report
+from gpt_guard.records import Finding, Observation, Report
 from gpt_guard.report_file import read_report
 from gpt_guard.runlog import RUN_FILE, RunLog, read_run
 
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from gpt_guard.checkpoint.layout import Stored
 
 REPORT_FILE = "report.json"
+# As the run log's sink writes them.
+_HALT, _STEP, _HEADER = b'{"kind":"finding","action":"halt"', b'{"kind":"step"', b'{"kind":"header"'
 SUFFIXES = (".pt", ".pth", ".ckpt")
 
 
@@ -35,6 +40,18 @@ class RunDir:
         if self.log is None:
             return ()
         return tuple({(s.step, s.optimizer): s for s in self.log.steps if not s.evaluation}.values())
+
+    @cached_property
+    def halt(self) -> Finding | None:
+        """The finding that stopped the run; None where steps followed it, or a new start, or nothing did."""
+        halt: Finding | None = None
+        with (self.path / RUN_FILE).open("rb") if self.log is not None else BytesIO() as stream:
+            for raw in stream:
+                if raw.startswith(_HALT):
+                    halt = _finding(raw) or halt
+                elif halt is not None and raw.startswith((_HEADER, _STEP)):
+                    halt = halt if _same_step(raw, halt) else None
+        return halt
 
     @cached_property
     def checkpoints(self) -> tuple[Path, ...]:
@@ -124,6 +141,22 @@ def open_run(path: str | os.PathLike[str]) -> RunDir:
             f"checkpoints/); give the run_dir of a run"
         )
     return run
+
+
+def _finding(raw: bytes) -> Finding | None:
+    try:
+        line = from_json(raw)
+        return Finding.model_validate({key: value for key, value in line.items() if key not in ("kind", "action")})
+    except ValueError:  # torn: the last line of a killed process
+        return None
+
+
+def _same_step(raw: bytes, halt: Finding) -> bool:
+    """Whether a line is that of the step in which the run was halted, which is written after it."""
+    try:
+        return raw.startswith(_STEP) and bool(from_json(raw)["step"] == halt.step)
+    except (ValueError, KeyError):
+        return False
 
 
 def _stored(path: Path) -> Stored | str:

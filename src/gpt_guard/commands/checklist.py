@@ -71,8 +71,9 @@ def _lines(item: Item, answer: Answer, run: RunDir | None, marks: dict[bool | No
     lines = [f"{f'   {mark} ' if n == 0 else '':<{_INDENT}}{line}" for n, line in enumerate(wrapped)]
     if answer.ok is None:
         command = item.run if run is None else item.run.replace("RUN_DIR", str(run.path))
-        known = "run: " if run is None else "not known from here; run: "
-        lines.append(f"{'':<{_INDENT}}{known}{clean(command)}")
+        what = "run" if command.startswith("gpt-guard ") else "do"
+        known = "" if run is None else "not known from here; "
+        lines.append(f"{'':<{_INDENT}}{known}{what}: {clean(command)}")
     return lines
 
 

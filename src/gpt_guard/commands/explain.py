@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import textwrap
 from typing import Annotated, NoReturn
 
 import typer
 
 from gpt_guard import catalogue
 from gpt_guard.causes import causes
+from gpt_guard.layout import LABEL, WIDTH
 from gpt_guard.records import LikelyCause
-from gpt_guard.render import block, numbered
+from gpt_guard.render import block
 from gpt_guard.symptoms import Symptom, match, symptoms
 
 
@@ -52,10 +54,26 @@ def explanation(entry: catalogue.Entry) -> str:
     parts = [
         [f"{entry.code} {entry.title} ({entry.severity})"],
         block("meaning", entry.meaning),
-        numbered("causes", entry.ordered_causes()),
+        _causes(entry),
         block("next test", entry.next_test) + block("fix", entry.fix),
     ]
     return "\n\n".join("\n".join(part) for part in parts)
+
+
+def _causes(entry: catalogue.Entry) -> list[str]:
+    """The causes, each with the test and the fix of its own where it has them."""
+    lines: list[str] = []
+    for position, cause in enumerate(entry.causes, start=1):
+        mark, way = f"{position}. ", entry.ways.get(cause.key)
+        texts = [cause.text] if way is None else [cause.text, f"test: {way.next_test}", f"fix: {way.fix}"]
+        for number, line in enumerate(line for text in texts for line in _wrapped(text, WIDTH - LABEL - len(mark))):
+            head = "causes" if number == 0 and position == 1 else ""
+            lines.append(f"{head:<{LABEL}}{' ' * len(mark) if number else mark}{line}")
+    return lines
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
 def cause_text(cause: LikelyCause) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -12,14 +13,14 @@ from gpt_guard.errors import GuardUsageError
 if TYPE_CHECKING:
     from torch import nn
 
-    from gpt_guard.blackbox.again import Replayed
     from gpt_guard.blackbox.bundle import Bundle
+    from gpt_guard.blackbox.replayed import Replayed
 
 
 def replay(
     bundle: Annotated[Path, typer.Argument(help="The folder crash-step-... that a run left in its run_dir.")],
     model: Annotated[
-        str | None, typer.Option(help="package.module:factory, a function or class that builds the model.")
+        str | None, typer.Option(help="package.module:factory or file.py:factory, a function or class that builds it.")
     ] = None,
     config: Annotated[
         str | None, typer.Option(help="package.module:ConfigClass. Default: the model's name with Config behind it")
@@ -33,6 +34,10 @@ def replay(
     keep_buffers: Annotated[
         bool, typer.Option("--keep-buffers", help="Keep the buffers that the model is built with.")
     ] = False,
+    mended: Annotated[
+        bool,
+        typer.Option("--mended", help="What differs from the run was changed to mend it: exit code 0 all the same."),
+    ] = False,
     device: Annotated[
         str, typer.Option(help="auto (the recorded one where this machine has it), cpu, cuda, cuda:1, mps.")
     ] = "auto",
@@ -42,35 +47,46 @@ def replay(
     """Run the step of a crash bundle again and say whether it still fails, and where.
 
     The bundle is read as data. Code comes from the current folder, and only what --model, --config and --loss name, or
-    the recorded class with --trust-source. Exit code 0: the fault does not show any more. 1: it does. 2: the bundle or
-    the model cannot be used, or the replay came to no answer.
+    the recorded class with --trust-source. Exit code 0: the fault does not show any more. 1: it does. 2: no answer. The
+    bundle or the model cannot be used, the replay was stopped, or the fault does not show although the code is what it
+    was, or in a model of other classes (--mended takes both for an answer).
     """
     from gpt_guard.blackbox.again import replay as replay_bundle
     from gpt_guard.blackbox.bundle import read_bundle
-    from gpt_guard.checks.imported import find
+    from gpt_guard.checks.imported import user_code
 
     try:
         opened = read_bundle(bundle)
-        function = find(loss, "--loss", required=True) if loss is not None else None
-        built = _build(opened, model, config, trust_source, device)
-        done = replay_bundle(opened, built, loss_fn=function, buffers=not keep_buffers, limit_s=limit)
+        function = user_code(lambda: _loss_function(opened, loss), "finding the loss function")
+        # Importing a script may end it, with an exit code of its own.
+        built = user_code(lambda: _build(opened, model, config, trust_source, device), "building the model")
+        done = replay_bundle(opened, built, loss_fn=function, buffers=not keep_buffers, mended=mended, limit_s=limit)
     except GuardUsageError as error:
         _leave(str(error))
     typer.echo(_as_json(done) if json else str(done))
-    if done.reproduced is None:
+    if done.gone is None:
         raise typer.Exit(2)
-    raise typer.Exit(1 if done.reproduced else 0)
+    raise typer.Exit(0 if done.gone else 1)
+
+
+def _loss_function(bundle: Bundle, spec: str | None) -> Callable[..., Any] | None:
+    from gpt_guard.blackbox.named import named
+    from gpt_guard.checks.imported import find
+
+    function: Callable[..., Any] | None = None
+    if spec is not None:
+        function = find(named(spec, "--loss", bundle.source), "--loss", required=True)
+    return function
 
 
 def _build(bundle: Bundle, spec: str | None, config: str | None, trust: bool, device: str) -> nn.Module:
     from gpt_guard.blackbox.build import build_model, trusted_model
+    from gpt_guard.blackbox.named import like
 
     if spec is None and not trust:
-        recorded = bundle.source.spec
-        like = f"--model {recorded}" if recorded is not None else "--model package.module:factory"
         raise GuardUsageError(
             f"{bundle.path} was left by the model {bundle.source}. Nothing that a bundle names is run by itself: say "
-            f"which code builds the model, such as {like}, in the folder from which it is imported"
+            f"which code builds the model, such as {like(bundle.source)}, in the folder from which it is imported"
         )
     model = trusted_model(config, bundle.source) if spec is None else build_model(spec, config, bundle.source)
     where = _device(bundle, device)
@@ -96,7 +112,12 @@ def _as_json(done: Replayed) -> str:
     answer = {
         "bundle": str(done.bundle.path),
         "reproduced": done.reproduced,
+        "gone": done.gone,
         "same": done.same,
+        "other_parts": done.likeness.parts,
+        "other_settings": done.likeness.settings,
+        "edited": done.likeness.edited,
+        "answer": done.verdict,
         "text": done.outcome.text,
         "seconds": done.outcome.seconds,
         "notes": done.notes,

@@ -71,6 +71,11 @@ def _count(where: Tensor) -> int:
     return int(where.sum())
 
 
+def _many(count: int, noun: str) -> str:
+    """A count with its noun, such as "1 zero" or "2 zeros"."""
+    return f"{count} {noun}{'s' if count != 1 else ''}"
+
+
 def _finite(values: Tensor | None) -> bool:
     return values is not None and bool(torch.isfinite(values).all())
 
@@ -80,10 +85,10 @@ def _log(node: Any) -> Operation | None:
     if values is None or not _finite(values):
         return None
     if zeros := _count(values == 0):
-        return Operation("log", f"log of {zeros} zeros", "log_of_zero")
+        return Operation("log", f"log of {_many(zeros, 'zero')}", "log_of_zero")
     if negative := _count(values < 0):
         lowest = f"lowest {float(values.min()):.4g}"
-        return Operation("log", f"log of {negative} negative numbers ({lowest})", "negative_root")
+        return Operation("log", f"log of {_many(negative, 'negative number')} ({lowest})", "negative_root")
     return None
 
 
@@ -92,9 +97,9 @@ def _root(node: Any) -> Operation | None:
     if result is None:
         return None
     if negative := _count(result.isnan()):
-        return Operation("sqrt", f"sqrt of {negative} negative numbers", "negative_root")
+        return Operation("sqrt", f"sqrt of {_many(negative, 'negative number')}", "negative_root")
     if zeros := _count(result.isinf()):
-        return Operation("rsqrt", f"1 / sqrt of {zeros} zeros", "log_or_div_zero")
+        return Operation("rsqrt", f"1 / sqrt of {_many(zeros, 'zero')}", "log_or_div_zero")
     return None
 
 
@@ -103,13 +108,13 @@ def _division(node: Any) -> Operation | None:
     if divisor is None or not _finite(divisor):
         return None
     zeros = _count(divisor == 0)
-    return Operation("division", f"division by {zeros} zeros", "log_or_div_zero") if zeros else None
+    return Operation("division", f"division by {_many(zeros, 'zero')}", "log_or_div_zero") if zeros else None
 
 
 def _exp(node: Any) -> Operation | None:
     result = _saved(node, "result")
     over = 0 if result is None else _count(result == math.inf)
-    return Operation("exp", f"exp overflowed in {over} elements", "exp_overflow") if over else None
+    return Operation("exp", f"exp overflowed in {_many(over, 'element')}", "exp_overflow") if over else None
 
 
 def _softmax(node: Any) -> Operation | None:
@@ -117,13 +122,13 @@ def _softmax(node: Any) -> Operation | None:
     if result is None or not result.isnan().any():
         return None
     rows = _count(result.isnan().any(_signed(node._saved_dim)))
-    return Operation("softmax", f"softmax gave NaN in {rows} rows", "all_masked_row")
+    return Operation("softmax", f"softmax gave NaN in {_many(rows, 'row')}", "all_masked_row")
 
 
 def _spread(node: Any) -> Operation | None:
     result = _saved(node, "result")
     lost = 0 if result is None else _count(result.isnan())
-    return Operation("std", f"std over a single element, {lost} times", "zero_std") if lost else None
+    return Operation("std", f"std over a single element, {_many(lost, 'time')}", "zero_std") if lost else None
 
 
 def _mean(node: Any) -> Operation | None:
@@ -138,9 +143,9 @@ def _power(node: Any) -> Operation | None:
     if base is None or not _finite(base) or not isinstance(exponent, (int, float)):
         return None
     if exponent < 0 and (zeros := _count(base == 0)):
-        return Operation("pow", f"{zeros} zeros to the power of {exponent:g}", "log_or_div_zero")
+        return Operation("pow", f"{_many(zeros, 'zero')} to the power of {exponent:g}", "log_or_div_zero")
     if exponent != int(exponent) and (negative := _count(base < 0)):
-        return Operation("pow", f"{negative} negative numbers to the power of {exponent:g}", "negative_root")
+        return Operation("pow", f"{_many(negative, 'negative number')} to the power of {exponent:g}", "negative_root")
     return None
 
 
@@ -163,7 +168,8 @@ def _with_target(node: Any) -> Operation | None:
     if target is None or _finite(target):
         return None
     bad = _count(~torch.isfinite(target))
-    return Operation("loss", f"{bad} of {target.numel()} targets are NaN or infinite", "bad_target")
+    verb = "is" if bad == 1 else "are"
+    return Operation("loss", f"{bad} of {_many(target.numel(), 'target')} {verb} NaN or infinite", "bad_target")
 
 
 def _matmul(node: Any) -> Operation | None:

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from types import CodeType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from gpt_guard.hooks.copies import Uncopiable, Uncopied
 from gpt_guard.hooks.hook import EntryHook, ReturnHook
+from gpt_guard.hooks.untraced import left_alone, looking
 
 _PLACE = "_compiled_call_impl"
 _LOCK = threading.RLock()
@@ -67,7 +66,7 @@ def watched_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     watched = _WATCHED.get(id(self))
     # Inside of compiled code that Dynamo is not looking at now, it would compile each function that we call.
-    if watched is None or _compiler() is not None or (self._forward_pre_hooks and _gives_way(watched)):
+    if watched is None or looking() is not None or (self._forward_pre_hooks and _gives_way(watched)):
         return original(*args, **kwargs)
     if (enter := watched.enter) is not None:
         enter(args, kwargs)
@@ -181,19 +180,6 @@ def _gives_way(watched: _Watched) -> bool:
     return True
 
 
-def _left_alone(code: CodeType) -> bool:
-    """Have Dynamo run this code as it is, and look only at what it calls; False where there is no way to say so."""
-    frames: Any = torch._C._dynamo.eval_frame
-    if hasattr(frames, "skip_code"):
-        frames.skip_code(code)
-        return True
-    if not hasattr(frames, "set_code_exec_strategy"):
-        return False
-    action = frames._FrameAction
-    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
-    return True
-
-
 def _is_known() -> bool:
     """Whether this version of torch calls what a module holds for its compiled form, as those from 2.0 on do."""
     call = getattr(nn.Module, "_wrapped_call_impl", None)
@@ -201,9 +187,4 @@ def _is_known() -> bool:
     return _PLACE in names and "_call_impl" in names and hasattr(nn.Module, _PLACE)
 
 
-def _nobody() -> None:
-    return None
-
-
-_compiler: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", _nobody)
-_KNOWN = _is_known() and _left_alone(watched_call.__code__)
+_KNOWN = _is_known() and left_alone(watched_call)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
+from types import CodeType, FrameType
 from typing import Any, Protocol
 
+from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.copies import Uncopiable, Uncopied
+from gpt_guard.hooks.untraced import answered_when_traced, around, away, in_one_graph, left_alone, looking
 
 _MOST_WRAPPERS = 8
 
@@ -31,21 +35,39 @@ class StepListener(Protocol):
     def step_ended(self, index: int) -> None:
         """After the optimizer has changed the parameters."""
 
+    def step_compiled(self, index: int) -> None:
+        """A compiler has made a graph of a step: nothing is told of it whenever that runs."""
+
 
 class _StepHook(Uncopied):
-    """A hook that a copied or pickled optimizer does not take along."""
+    """A hook that a copied or pickled optimizer does not take along.
 
-    __slots__ = ("_index", "_listener")
+    A compiler that traces `step()` makes one graph of it, or breaks it somewhere. Where it breaks anyway, it does so at
+    the hook too, which is then told of each step; where it does not, a break of ours might change what is computed.
+    """
 
-    def __init__(self, listener: StepListener, index: int) -> None:
+    __slots__ = ("_breaks", "_index", "_listener", "_pass_by")
+
+    def __init__(self, listener: StepListener, index: int, optimizer: Optimizer) -> None:
         self._listener = listener
         self._index = index
+        self._breaks = _breaks(optimizer)
+
+        def pass_by() -> None:
+            listener.step_compiled(index)
+
+        self._pass_by = answered_when_traced(pass_by)
 
 
 class _Begins(_StepHook):
     __slots__ = ()
 
-    def __call__(self, _optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_dynamo_compiling():
+            broken = self._breaks and not in_one_graph()
+            return away(self, optimizer, args, kwargs) if broken else self._pass_by()
+        if looking() is not None:
+            return away(self, optimizer, args, kwargs)
         # args[0] is the optimizer itself.
         closure = kwargs.get("closure") if "closure" in kwargs else args[1] if len(args) > 1 else None
         if not callable(closure):
@@ -61,8 +83,48 @@ class _Begins(_StepHook):
 class _Ended(_StepHook):
     __slots__ = ()
 
-    def __call__(self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-        self._listener.step_ended(self._index)
+    def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if is_dynamo_compiling():
+            if self._breaks and not in_one_graph():
+                away(self, optimizer, args, kwargs)
+        elif looking() is not None:
+            away(self, optimizer, args, kwargs)
+        else:
+            self._listener.step_ended(self._index)
+
+
+# Dynamo is to make nothing of what only calls what is ours.
+for _call in (_Begins.__call__, _Ended.__call__):
+    left_alone(_call)
+
+
+def _breaks(optimizer: Optimizer) -> bool:
+    """Whether the step of this optimizer breaks the graph itself, as those of nearly all of torch's own do."""
+    step: Any = type(optimizer).step
+    while step is not None:
+        if "graph_break" in getattr(_code(step), "co_names", ()):
+            return True
+        step = getattr(step, "__wrapped__", None)
+    return False
+
+
+def is_part_of_another(optimizer: Optimizer) -> bool:
+    """Whether the step that is told of right now is inside of another one of the same optimizer, still under way."""
+    frame: FrameType | None = sys._getframe(1)
+    found = 0
+    while frame is not None:
+        found += frame.f_code is _STEP and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    # None at all: somebody else calls the hooks, and knows why.
+    return found != 1
+
+
+def _code(function: Any) -> CodeType | None:
+    return getattr(function, "__code__", None)
+
+
+# What each step runs in: `Optimizer` wraps it, so that hooks are called.
+_STEP = _code(Optimizer.profile_hook_step(_code))
 
 
 def unwrap(optimizers: Optimizer | Iterable[Optimizer] | None) -> tuple[Optimizer, ...]:
@@ -120,8 +182,8 @@ class StepHooks:
         self._handles: list[Any] = []
         try:
             for index, optimizer in enumerate(optimizers):
-                self._handles.append(Uncopiable(optimizer.register_step_pre_hook(_Begins(listener, index))))
-                self._handles.append(Uncopiable(optimizer.register_step_post_hook(_Ended(listener, index))))
+                self._handles.append(Uncopiable(optimizer.register_step_pre_hook(_Begins(listener, index, optimizer))))
+                self._handles.append(Uncopiable(optimizer.register_step_post_hook(_Ended(listener, index, optimizer))))
         except BaseException:
             self.close()
             raise
@@ -132,14 +194,20 @@ class StepHooks:
             self._handles.pop().remove()
 
 
+def _evaluated(closure: Callable[[], Any], listener: StepListener, index: int) -> Any:
+    try:
+        result = closure()
+        listener.closure_ended(index)
+    except BaseException:
+        listener.closure_failed(index)
+        raise
+    return result
+
+
 def _noticed(closure: Callable[[], Any], listener: StepListener, index: int) -> Callable[[], Any]:
     def noticed() -> Any:
-        try:
-            result = closure()
-            listener.closure_ended(index)
-        except BaseException:
-            listener.closure_failed(index)
-            raise
-        return result
+        if is_dynamo_compiling() or looking() is not None:
+            return around(_evaluated, closure, listener, index)
+        return _evaluated(closure, listener, index)
 
     return noticed

@@ -213,7 +213,9 @@ class CallTap:
         self.tell("unscaled", optimizer)
 
     def _other_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        self.tell("other_step", optimizer)
+        # Of no use to a compiler, which would break its graph here or compile all that follows.
+        if not is_compiling():
+            self.tell("other_step", optimizer)
 
 
 def _several(scheduler: Any) -> tuple[Any, ...]:

@@ -12,6 +12,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from torch.compiler import is_dynamo_compiling
+
+from gpt_guard.hooks.untraced import around, in_one_graph, left_alone, looking
+
 Wrapper = Callable[..., Any]
 _LOCK = threading.RLock()
 
@@ -71,6 +75,12 @@ class Patch:
             listeners = self._listeners
             if not listeners:
                 return original(*args, **kwargs)
+            if is_dynamo_compiling():
+                if in_one_graph():
+                    return original(*args, **kwargs)
+            elif looking() is not None:
+                return around(self._around, original, listeners, *args, **kwargs)
             return self._around(original, listeners, *args, **kwargs)
 
+        left_alone(wrapper)
         return wrapper

@@ -62,6 +62,14 @@ class ParameterVersions:
             return False
         return any(before[place] != last[place] for each, before, last in self._steps if each == step)
 
+    def as_often(self, name: str) -> bool:
+        """Whether the newest step has written to a parameter as often as the one before; True if not known."""
+        place = self._places.get(name)
+        if place is None or len(self._steps) < 2:
+            return True
+        (_, earlier, _), (_, _, left) = self._steps[-2], self._steps[-1]
+        return self.after[place] - self.before[place] == left[place] - earlier[place]
+
     def written_since(self, name: str) -> bool:
         """Whether something has written to a parameter since the newest step."""
         place = self._places.get(name)

@@ -12,7 +12,7 @@ from gpt_guard.hooks.frames import running_calls
 from gpt_guard.hooks.tensors import walk
 from gpt_guard.records import Operand, OperationSeen
 from gpt_guard.replaying.places import Place
-from gpt_guard.replaying.values import measure
+from gpt_guard.replaying.values import many, measure
 
 Kind = Literal["parameter", "buffer", "input", "constant"]
 _WORDS: dict[Kind, str] = {
@@ -80,13 +80,14 @@ class Leaves:
             where=place.line if place else None,
             operands=(Operand(name=name, tensor=stats),),
             output=stats,
-            shows=f"{_WORDS[kind].format(shown)}: {stats.bad} of {stats.numel} elements",
+            shows=f"{_WORDS[kind].format(shown)}: {stats.bad} of {many(stats.numel, 'element')}",
             causes=likely(_COMPUTED if kind == "constant" and tensor.requires_grad else _CAUSES[kind]),
         )
 
     def unseen(self, tensor: Tensor, place: Place) -> OperationSeen:
         """What is said about a tensor that an operation wrote and something else wrote to afterwards."""
         stats = measure(tensor)
+        bad = f"{stats.bad} of {many(stats.numel, 'element')} {'is' if stats.bad == 1 else 'are'}"
         name = f"a tensor of shape {list(tensor.shape)}"
         return OperationSeen(
             kind="constant",
@@ -96,7 +97,7 @@ class Leaves:
             where=place.line,
             operands=(Operand(name=name, tensor=stats),),
             output=stats,
-            shows=f"{name} was written to past torch: {stats.bad} of {stats.numel} elements are non-finite",
+            shows=f"{name} was written to past torch: {bad} non-finite",
             causes=likely(("written_unseen", "uninitialised")),
         )
 

@@ -94,9 +94,12 @@ def reproduced(compared: str, notes: Sequence[str]) -> str:
 
 
 def not_reproduced(
-    compared: str, notes: Sequence[str], nondeterministic: Sequence[str], own: Sequence[str] = ()
+    compared: str, notes: Sequence[str], nondeterministic: Sequence[str], own: Sequence[str] = (), *, live: bool = True
 ) -> str:
-    """Why a replay may show something else, and what to switch on, in sentences."""
+    """Why a replay may show something else, and what to switch on, in sentences.
+
+    `live` tells that the model is the very one that failed: one that was built anew may differ in more than is listed.
+    """
     parts = [f"Not reproduced: {compared}", *notes]
     if nondeterministic:
         listed = ", ".join(nondeterministic[:5])
@@ -106,8 +109,11 @@ def not_reproduced(
         )
     if own:
         listed = ", ".join(f"`{name}`" for name in dict.fromkeys(own[:5]))
-        parts.append(f"The forward writes to state of its own ({listed}), and the replay began with what it had left.")
-    if not notes and not nondeterministic and not own:
+        parts.append(
+            f"The forward writes to state of its own ({listed}), and what that was when the failed forward began is "
+            f"not kept."
+        )
+    if live and not notes and not nondeterministic and not own:
         parts.append(
             "Something outside of inputs, weights and torch's generators differs: state that the forward keeps in "
             "Python objects, time, other threads, or another generator."

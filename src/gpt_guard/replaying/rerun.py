@@ -64,7 +64,7 @@ def replay_step(
     elif seen.place or recipe.finding is None:
         text = " ".join([seen.said, *notes])
     else:
-        text = not_reproduced(seen.said, notes, sorted(bench.random), bench.own)
+        text = not_reproduced(seen.said, notes, sorted(bench.random), bench.own, live=live)
     return Outcome(seen.reproduced, text, seen.operation, recipe.finding, seconds, decided=not seen.place)
 
 

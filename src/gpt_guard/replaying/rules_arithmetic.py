@@ -91,7 +91,7 @@ def _infinities(case: Case) -> Evidence | None:
     shows = "0 times an infinity" if times else "an infinity minus an infinity"
     first = "zero_times_inf" if times else "inf_minus_inf"
     return Evidence(
-        f"{shows}, {count(case.out.isnan())} times" + (f"; {rows}" if rows else ""),
+        f"{shows}, {many(count(case.out.isnan()), 'time')}" + (f"; {rows}" if rows else ""),
         (first, *special, "fully_masked_row", "mask_used"),
         facts,
     )

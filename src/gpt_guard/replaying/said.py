@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from gpt_guard.hooks.tensors import walk
-from gpt_guard.replaying.values import measure
+from gpt_guard.replaying.values import many, measure
 
 
 def figures(tensor: Tensor) -> str:
@@ -19,7 +19,7 @@ def figures(tensor: Tensor) -> str:
     stats = measure(tensor)
     kind = f"{stats.dtype} {list(stats.shape)}"
     if stats.bad:
-        return f"non-finite in {stats.bad} of {stats.numel} elements ({kind})"
+        return f"non-finite in {stats.bad} of {many(stats.numel, 'element')} ({kind})"
     if stats.finite_min is None:
         return f"finite ({kind})"
     return f"finite ({kind}, between {stats.finite_min:.4g} and {stats.finite_max:.4g})"

@@ -62,7 +62,6 @@ class Lane:
             gradients, watch.pace, known=self._norms_known, unknown=self._norms_unknown, bad=self._norms_bad
         )
         self.light.open()
-        watch.forward_begins.append(self.light.release)
         self._in_full = in_full
         # What the backward was called on, as long as its gradients may have to be looked at in full.
         self._called_on: Tensor | None = None
@@ -188,7 +187,6 @@ class Lane:
         self._roster.call_light("before_step", optimizer)
         if watch.ledger.waits:
             readings.update(self._steps.read())
-        watch.capture.judged()
         self.stepping = True
         return True
 

@@ -67,13 +67,13 @@ class LightGradients:
         for patch in TOTAL_NORMS:
             patch.remove(self)
         self._learn, self._frozen = [], []
-        self._left.forget()
+        self._left.note([])
         self.waited = self.listening = False
 
     def begin(self) -> None:
         """A backward begins."""
-        self._clip.begin()
-        self._left.forget()
+        self._clip.calls = 0
+        self._left.kept, self._left.ids = [], []
         self._heard = self.listening = False
 
     def cleared(self) -> bool:
@@ -97,7 +97,7 @@ class LightGradients:
             self._divide()
             return None
         # Of this very backward: other steps may leave other counts.
-        self._left.kept, self._left.versions = grads, list(map(_VERSION, grads))
+        self._left.note(grads)
         return GradNorms(self.names, norms)
 
     def wait(self) -> bool:
@@ -138,6 +138,7 @@ class LightGradients:
         self.waited = False
         if total is not None and (value := total.item()) - value == 0.0:
             # One that is not finite would show in it. They are read when the step is judged.
+            left.ids, left.kept = list(map(id, left.kept)), []
             self._known(HeardNorms(self.names, norms))
             return
         found: list[float] = norms.tolist()
@@ -208,7 +209,6 @@ class LightGradients:
     def factor(self, norms: GradNorms | HeardNorms) -> float | None:
         """What the gradients were multiplied by since the backward, told from calls or measured; None if not finite."""
         known = self._told_factor()
-        self._left.release()
         if known is not None:
             return known
         try:
@@ -232,7 +232,9 @@ class LightGradients:
 
     def recall(self) -> None:
         """Remember the gradients as the last light backward has left them."""
-        self._gradients.recall(self._learn, zip(self._left.ids, self._left.versions, strict=False))
+        left = self._left
+        left.release()
+        self._gradients.recall(self._learn, zip(left.ids, left.versions, strict=False))
 
     def note(self) -> None:
         """A backward was measured in full: remember the gradients as it left them."""

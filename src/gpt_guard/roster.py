@@ -82,8 +82,14 @@ class Roster:
 
     def call_light(self, moment: str, *args: Any) -> None:
         """Run one moment method of the guards that want it in a light step too."""
-        if calls := self._light[moment]:
-            self._run(calls, args)
+        # `_run` written out: a call less.
+        for guard, method in self._light[moment]:
+            try:
+                method(*args)
+            except GuardError:
+                raise
+            except Exception as error:
+                self._drop(guard, error)
 
     def wants(self, moment: str) -> bool:
         """Whether a guard wants this moment method in a light step too."""

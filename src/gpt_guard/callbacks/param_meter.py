@@ -127,7 +127,12 @@ class Meter:
         measured = Measured(plan, self.settle)
         usual = confirmation is None and not (watch.closure or watch.scaling)
         if usual and plan.kept and not watch.pace.full:
-            if self._put_later(measured):
+            waiting = self._unsettled
+            if waiting and (waiting[0].plan is not plan or len(waiting) >= MOST_WAITING):
+                self.settle()
+            if plan.note(later=True):
+                waiting.append(measured)
+                watch.ledger.put(LATER, measured.figures)
                 self._waiting[(watch.step, plan.index)] = measured
             return
         measured.closure, measured.scaling, measured.confirmation = watch.closure, watch.scaling, confirmation
@@ -142,17 +147,6 @@ class Meter:
             watch.ledger.put("param_delta.confirmed", confirmation.result())
             confirmation.release()
         self._waiting[(watch.step, plan.index)] = measured
-
-    def _put_later(self, measured: Measured) -> bool:
-        """Remember the values, and work out the figures when somebody asks."""
-        waiting = self._unsettled
-        if waiting and (waiting[0].plan is not measured.plan or len(waiting) >= MOST_WAITING):
-            self.settle()
-        if not measured.plan.note(later=True):
-            return False
-        waiting.append(measured)
-        self._watch.ledger.put(LATER, measured.figures)
-        return True
 
     def _put_floats(self, measured: Measured) -> bool:
         """Reading is free, and a few floats are cheaper than tensors. False if there is nothing to compare."""

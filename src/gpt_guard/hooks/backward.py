@@ -67,27 +67,23 @@ def _around(original: Any, listeners: tuple[BackwardListener, ...], tensors: Any
         return original(tensors, *args, **kwargs)
     _LOCAL.inside = True
     try:
-        if len(listeners) == 1 and type(tensors) is Tensor:
-            return _tell_one(original, listeners[0], tensors, *args, **kwargs)
-        return _tell(original, listeners, tensors, *args, **kwargs)
+        if len(listeners) != 1 or type(tensors) is not Tensor:
+            return _tell(original, listeners, tensors, *args, **kwargs)
+        # As `_tell`, for the usual case, in fewer lines.
+        listener, ours = listeners[0], True
+        try:
+            ours = listener.backward_begins((tensors,))
+            result = original(tensors, *args, **kwargs)
+            if ours:
+                ours = False
+                listener.backward_ended()
+        except BaseException:
+            if ours:
+                listener.backward_failed()
+            raise
+        return result
     finally:
         _LOCAL.inside = False
-
-
-def _tell_one(original: Any, listener: BackwardListener, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """As `_tell`, for the usual case, in fewer lines."""
-    ours = True
-    try:
-        ours = listener.backward_begins((loss,))
-        result = original(loss, *args, **kwargs)
-        if ours:
-            ours = False
-            listener.backward_ended()
-    except BaseException:
-        if ours:
-            listener.backward_failed()
-        raise
-    return result
 
 
 def _tell(original: Any, listeners: tuple[BackwardListener, ...], tensors: Any, *args: Any, **kwargs: Any) -> Any:

@@ -83,7 +83,11 @@ class Capture(NoCapture):
         self.count += 1
         if self.now is not None and self.now.alone:
             self._drop(self.now)
-        parameters = self.parameter_versions()
+        try:
+            # As `parameter_versions`: a call less.
+            parameters = list(map(_VERSION, self._parameters))
+        except RuntimeError:
+            parameters = self.parameter_versions()
         self.now = call = ForwardCall(args, kwargs, ambient, versions, parameters, step, self._micro_batch, evaluation)
         self.evaluation = call if evaluation else None
         if not evaluation:

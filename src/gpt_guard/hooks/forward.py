@@ -99,8 +99,7 @@ class ForwardTap:
         """Test the outputs of all modules whose path matches none of the patterns; `suspect` is told about bad ones.
 
         It gets the module's index, the position in its input or output, the tensor, whether that was an input, and the
-        link of an output that has waited.
-        Raises GuardUsageError for a second guard that asks.
+        link of an output that has waited. Raises GuardUsageError for a second guard that asks.
         """
         if self._suspect is not None:
             raise GuardUsageError("module outputs are watched already: give one FiniteGuard, not two")
@@ -115,11 +114,8 @@ class ForwardTap:
 
     def newly_compiled(self) -> list[str]:
         """Paths of modules that `module.compile()` has taken since they were last asked for: they are not told of."""
-        found = [
-            path
-            for path, module in zip(self.names, self.modules, strict=True)
-            if is_compiled_in_place(module) and path not in self.compiled_later
-        ]
+        pairs = zip(self.names, self.modules, strict=True)
+        found = [path for path, each in pairs if is_compiled_in_place(each) and path not in self.compiled_later]
         self.compiled_later += found
         return found
 
@@ -217,7 +213,8 @@ class ForwardTap:
     def spare(self) -> None:
         """Do not test outputs that can wait in the forward that begins, if the next module is called with them."""
         self.learning, self.sparing = False, not hooked_everywhere()
-        self._follow(light=True)
+        if not self._light:
+            self._follow(light=True)
 
     def as_ever(self) -> None:
         """Test all outputs in the forward that begins."""

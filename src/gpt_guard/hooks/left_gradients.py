@@ -16,47 +16,38 @@ _VERSION = attrgetter("_version")
 class LeftGradients:
     """Recognizes them again, and tells whether anything has written to them since; reads no value.
 
-    `kept` are the tensors themselves, held in light steps up to the step or the next forward, also where they are
-    cleared meanwhile; else they are only known by their ids. `versions` are their counters.
+    `kept` are the tensors themselves, held as long as they are waited for, also where they are cleared meanwhile; else
+    they are only known by their `ids`. `versions` are their counters.
     """
 
     def __init__(self) -> None:
         self.kept: list[Tensor] = []
+        self.ids: list[int] = []
         self.versions: list[int] = []
-        self._ids: list[int] = []
-
-    def forget(self) -> None:
-        """Hold nothing, and recognize nothing."""
-        self.kept, self._ids = [], []
 
     def note(self, grads: Sequence[Tensor]) -> None:
         """Know these by their ids, and hold none."""
-        self.kept, self._ids, self.versions = [], list(map(id, grads)), list(map(version_of, grads))
+        self.kept, self.ids, self.versions = [], list(map(id, grads)), list(map(version_of, grads))
 
     def release(self) -> None:
         """Know by their ids those that were held."""
         if self.kept:
-            self._ids, self.kept = list(map(id, self.kept)), []
-
-    @property
-    def ids(self) -> list[int]:
-        """The id of each."""
-        return self._ids or list(map(id, self.kept))
+            self.ids, self.kept = list(map(id, self.kept)), []
 
     def are(self, gradients: Sequence[Tensor]) -> bool:
         """Whether it is exactly these."""
         if self.kept:
             # By identity, and without a number made of each: this runs where nothing of us is in the caches.
             return len(gradients) == len(self.kept) and all(map(is_, gradients, self.kept))
-        return list(map(id, gradients)) == self._ids
+        return list(map(id, gradients)) == self.ids
 
     def some_of(self, gradients: Iterable[Tensor]) -> bool:
         """Whether any of these is among them."""
-        return not set(map(id, gradients)).isdisjoint(self.ids)
+        return not set(map(id, gradients)).isdisjoint(self.ids or map(id, self.kept))
 
     def in_place(self, parameters: Sequence[Tensor]) -> bool:
         """Whether the gradients of these parameters are still they."""
-        return bool(self.kept or self._ids) and self.are(list(map(_GRAD, parameters)))
+        return bool(self.kept or self.ids) and self.are(list(map(_GRAD, parameters)))
 
     def unwritten(self) -> bool:
         """Whether nobody has written to those that are held."""
@@ -64,11 +55,14 @@ class LeftGradients:
 
     def writes(self, parameters: Sequence[Tensor]) -> int | None:
         """How often they were written to since, all together; None where they are not in place or do not count."""
-        if not self.in_place(parameters):
+        grads = list(map(_GRAD, parameters))
+        if self.kept:
+            self.release()
+        if not grads or list(map(id, grads)) != self.ids:
             return None
         try:
             # Counters only grow: what the sum shows is what each of them does.
-            now: int = sum(map(_VERSION, self.kept or map(_GRAD, parameters)))
+            now: int = sum(map(_VERSION, grads))
         except RuntimeError:
             return None
         return now - sum(self.versions)

@@ -72,7 +72,7 @@ class LightGradients:
 
     def begin(self) -> None:
         """A backward begins."""
-        self._clip.calls = 0
+        self._clip.begin()
         self._left.kept, self._left.ids = [], []
         self._heard = self.listening = False
 
@@ -97,7 +97,7 @@ class LightGradients:
             self._divide()
             return None
         # Of this very backward: other steps may leave other counts.
-        self._left.note(grads)
+        self._left.note(grads, list(map(_VERSION, grads)))
         return GradNorms(self.names, norms)
 
     def wait(self) -> bool:

@@ -25,9 +25,10 @@ class LeftGradients:
         self.ids: list[int] = []
         self.versions: list[int] = []
 
-    def note(self, grads: Sequence[Tensor]) -> None:
-        """Know these by their ids, and hold none."""
-        self.kept, self.ids, self.versions = [], list(map(id, grads)), list(map(version_of, grads))
+    def note(self, grads: Sequence[Tensor], versions: list[int] | None = None) -> None:
+        """Know these by their ids, and hold none; `versions` are their counters, where they are at hand."""
+        self.kept, self.ids = [], list(map(id, grads))
+        self.versions = list(map(version_of, grads)) if versions is None else versions
 
     def release(self) -> None:
         """Know by their ids those that were held."""

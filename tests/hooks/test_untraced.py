@@ -100,14 +100,14 @@ class Place:
     function = staticmethod(double)
 
 
+def tell(original: Any, listeners: tuple[Seen, ...], x: Tensor) -> Any:
+    for listener in listeners:
+        listener.call(x)
+    return original(x)
+
+
 def test_a_patch_that_a_compiler_passes_by_compiles_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, graphs = Seen(), Graphs()
-
-    def tell(original: Any, listeners: tuple[Seen, ...], x: Tensor) -> Any:
-        for listener in listeners:
-            listener.call(x)
-        return original(x)
-
     patch = Patch(Place, "function", tell)
     patch.add(seen)
 
@@ -125,12 +125,6 @@ def test_a_patch_that_a_compiler_passes_by_compiles_what_it_stands_for(monkeypat
 
 def test_a_patch_stays_out_of_a_graph_that_must_not_break() -> None:
     seen, graphs = Seen(), Graphs()
-
-    def tell(original: Any, listeners: tuple[Seen, ...], x: Tensor) -> Any:
-        for listener in listeners:
-            listener.call(x)
-        return original(x)
-
     patch = Patch(Place, "function", tell)
     patch.add(seen)
     compiled = graphs.compiled(lambda x: Place.function(x + 1), fullgraph=True)

@@ -72,7 +72,8 @@ def _rows(stats: TensorStats) -> str:
     text = ""
     if stats.bad_rows and stats.shape:
         listed = ", ".join(map(str, stats.bad_rows)) + (", ..." if stats.bad_row_count > len(stats.bad_rows) else "")
-        text = f"\nrows {listed} of dimension 0 ({max(stats.bad_row_count, len(stats.bad_rows))} of {stats.shape[0]})"
+        count = max(stats.bad_row_count, len(stats.bad_rows))
+        text = f"\nrow{'' if count == 1 else 's'} {listed} of dimension 0 ({count} of {stats.shape[0]})"
     if stats.first_bad:
         text += f"{', ' if text else chr(10)}first at {list(stats.first_bad)}"
     return text

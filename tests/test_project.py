@@ -63,14 +63,14 @@ def test_what_make_installs_is_what_the_project_allows(project: dict[str, Any]) 
 
 def test_the_console_script_starts() -> None:
     (script,) = metadata.entry_points(group="console_scripts", name="gpt-guard")
-    assert script.value == "gpt_guard.cli:main"
+    assert script.value == "gpt_guard.cli.app:main"
     assert callable(script.load())
 
 
 def test_types_and_words_are_part_of_the_package() -> None:
     package = resources.files("gpt_guard")
     assert package.joinpath("py.typed").is_file()
-    assert any(file.name.endswith(".toml") for file in package.joinpath("words").iterdir())
+    assert any(file.name.endswith(".toml") for file in package.joinpath("catalogue", "words").iterdir())
 
 
 def test_the_first_screen_of_the_readme_says_how_to_start(readme: str) -> None:

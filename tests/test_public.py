@@ -50,7 +50,7 @@ def test_type_checkers_see_the_same_names() -> None:
 def test_every_assertion_of_the_checks_is_public() -> None:
     functions = [
         node.name
-        for path in (SOURCE.parent / "checks").glob("asserts_*.py")
+        for path in (SOURCE.parent / "checks" / "asserts").glob("*.py")
         for node in ast.parse(path.read_text(encoding="utf-8")).body
         if isinstance(node, ast.FunctionDef) and node.name.startswith("assert_")
     ]
@@ -70,9 +70,9 @@ def test_importing_it_loads_no_torch_and_neither_do_logs_and_reports() -> None:
 
 
 @pytest.mark.parametrize(
-    "before", ["", "import gpt_guard.cli; ", "import gpt_guard.checks.run, gpt_guard.commands.check; "]
+    "before", ["", "import gpt_guard.cli.app; ", "import gpt_guard.checks.runner.run, gpt_guard.cli.check; "]
 )
 def test_check_is_the_function_whatever_was_imported_before(before: str) -> None:
     assert fresh(f"{before}from gpt_guard import check; print(type(check).__name__, check.__module__)") == (
-        f"{FunctionType.__name__} gpt_guard.checks.run"
+        f"{FunctionType.__name__} gpt_guard.checks.runner.run"
     )

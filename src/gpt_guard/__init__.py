@@ -8,47 +8,47 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpt_guard.blackbox.again import replay
-    from gpt_guard.cache import cached, stamp_cache, verify_cache
-    from gpt_guard.callbacks.attention_calls import AttentionCalls
-    from gpt_guard.callbacks.autocast import AutocastUse
+    from gpt_guard.callbacks.attention.attention_calls import AttentionCalls
+    from gpt_guard.callbacks.attention.index_calls import IndexCalls
     from gpt_guard.callbacks.base import Guard
-    from gpt_guard.callbacks.data_watch import DataWatch
-    from gpt_guard.callbacks.eval_mode import EvalModeAssert
-    from gpt_guard.callbacks.fingerprint import CheckpointFingerprint
-    from gpt_guard.callbacks.finite import FiniteGuard
-    from gpt_guard.callbacks.freezing import FreezeInTrain
-    from gpt_guard.callbacks.grad_norm import GradNormMonitor
-    from gpt_guard.callbacks.index_calls import IndexCalls
-    from gpt_guard.callbacks.logged_loss import LoggedLoss
-    from gpt_guard.callbacks.logged_update import LoggedUpdate
-    from gpt_guard.callbacks.loop_order import LoopOrder
-    from gpt_guard.callbacks.loss_balance import LossBalance, loss_balance
-    from gpt_guard.callbacks.loss_inputs import LossInputs
-    from gpt_guard.callbacks.lr import LRTracker
-    from gpt_guard.callbacks.model_probe import ModelProbe
-    from gpt_guard.callbacks.param_delta import ParamDeltaProbe
-    from gpt_guard.callbacks.replicas import ReplicaSync
-    from gpt_guard.callbacks.tied import TiedWeights
+    from gpt_guard.callbacks.checkpointing.fingerprint import CheckpointFingerprint
+    from gpt_guard.callbacks.data.data_watch import DataWatch
+    from gpt_guard.callbacks.distributed.replicas import ReplicaSync
+    from gpt_guard.callbacks.finite.guard import FiniteGuard
+    from gpt_guard.callbacks.gradients.grad_norm import GradNormMonitor
+    from gpt_guard.callbacks.logged.logged_loss import LoggedLoss
+    from gpt_guard.callbacks.logged.logged_update import LoggedUpdate
+    from gpt_guard.callbacks.loop_order.guard import LoopOrder
+    from gpt_guard.callbacks.losses.loss_balance import LossBalance, loss_balance
+    from gpt_guard.callbacks.losses.loss_inputs import LossInputs
+    from gpt_guard.callbacks.modes.eval_mode import EvalModeAssert
+    from gpt_guard.callbacks.modes.freezing import FreezeInTrain
+    from gpt_guard.callbacks.precision.autocast import AutocastUse
+    from gpt_guard.callbacks.probes.model_probe import ModelProbe
+    from gpt_guard.callbacks.schedule.lr import LRTracker
+    from gpt_guard.callbacks.updates.param_delta import ParamDeltaProbe
+    from gpt_guard.callbacks.updates.tied import TiedWeights
     from gpt_guard.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
-    from gpt_guard.checks.asserts import CheckFailed
-    from gpt_guard.checks.asserts_checkpoint import assert_checkpoint_roundtrip
-    from gpt_guard.checks.asserts_data import assert_ids_in_range, assert_roundtrip, assert_shifted
-    from gpt_guard.checks.asserts_model import (
+    from gpt_guard.checkpoint.cache import cached, stamp_cache, verify_cache
+    from gpt_guard.checkpoint.fingerprint import Fingerprint, tokenizer_digest
+    from gpt_guard.checks.asserts.checkpoint import assert_checkpoint_roundtrip
+    from gpt_guard.checks.asserts.data import assert_ids_in_range, assert_roundtrip, assert_shifted
+    from gpt_guard.checks.asserts.failed import CheckFailed
+    from gpt_guard.checks.asserts.model import (
         assert_batch_independent,
         assert_causal,
         assert_eval_deterministic,
         assert_initial_loss,
     )
-    from gpt_guard.checks.asserts_returns import assert_returns
-    from gpt_guard.checks.asserts_training import (
+    from gpt_guard.checks.asserts.returns import assert_returns
+    from gpt_guard.checks.asserts.training import (
         assert_gradients_reach_all,
         assert_overfits,
         assert_step_changes_parameters,
     )
-    from gpt_guard.checks.report import PreflightReport
-    from gpt_guard.checks.run import check
-    from gpt_guard.compare import Change, compare_reports
-    from gpt_guard.data_stages import stages
+    from gpt_guard.checks.returns import check_returns
+    from gpt_guard.checks.runner.report import PreflightReport
+    from gpt_guard.checks.runner.run import check
     from gpt_guard.errors import (
         BlindError,
         CheckpointError,
@@ -64,93 +64,93 @@ if TYPE_CHECKING:
         ScheduleError,
         UpdateError,
     )
-    from gpt_guard.fingerprint import Fingerprint, tokenizer_digest
     from gpt_guard.guardian import Guardian
     from gpt_guard.records import Action, CheckResult, Finding, Moment, Observation, Report, Severity
-    from gpt_guard.report_file import read_report
-    from gpt_guard.returns import check_returns
-    from gpt_guard.runlog import RunLog, read_run
+    from gpt_guard.report.compare import Change, compare_reports
+    from gpt_guard.report.file import read_report
+    from gpt_guard.report.run_log import RunLog, read_run
+    from gpt_guard.runtime.data_stages import stages
     from gpt_guard.sinks.base import Sink
     from gpt_guard.sinks.console import ConsoleSink
     from gpt_guard.sinks.jsonl import JsonlSink
 
 _HOME = {
     "Action": "records",
-    "AttentionCalls": "callbacks.attention_calls",
-    "AutocastUse": "callbacks.autocast",
+    "AttentionCalls": "callbacks.attention.attention_calls",
+    "AutocastUse": "callbacks.precision.autocast",
     "BlindError": "errors",
-    "Change": "compare",
-    "CheckFailed": "checks.asserts",
+    "Change": "report.compare",
+    "CheckFailed": "checks.asserts.failed",
     "CheckResult": "records",
     "CheckpointError": "errors",
-    "CheckpointFingerprint": "callbacks.fingerprint",
+    "CheckpointFingerprint": "callbacks.checkpointing.fingerprint",
     "ConsoleSink": "sinks.console",
     "DataError": "errors",
-    "DataWatch": "callbacks.data_watch",
-    "EvalModeAssert": "callbacks.eval_mode",
+    "DataWatch": "callbacks.data.data_watch",
+    "EvalModeAssert": "callbacks.modes.eval_mode",
     "Finding": "records",
-    "Fingerprint": "fingerprint",
+    "Fingerprint": "checkpoint.fingerprint",
     "FingerprintMismatch": "errors",
-    "FiniteGuard": "callbacks.finite",
-    "FreezeInTrain": "callbacks.freezing",
-    "GradNormMonitor": "callbacks.grad_norm",
+    "FiniteGuard": "callbacks.finite.guard",
+    "FreezeInTrain": "callbacks.modes.freezing",
+    "GradNormMonitor": "callbacks.gradients.grad_norm",
     "GradientError": "errors",
     "Guard": "callbacks.base",
     "GuardError": "errors",
     "GuardUsageError": "errors",
     "Guardian": "guardian",
-    "IndexCalls": "callbacks.index_calls",
+    "IndexCalls": "callbacks.attention.index_calls",
     "JsonlSink": "sinks.jsonl",
-    "LRTracker": "callbacks.lr",
+    "LRTracker": "callbacks.schedule.lr",
     "LoadedCheckpoint": "checkpoint",
-    "LoggedLoss": "callbacks.logged_loss",
-    "LoggedUpdate": "callbacks.logged_update",
-    "LoopOrder": "callbacks.loop_order",
-    "LossBalance": "callbacks.loss_balance",
-    "LossInputs": "callbacks.loss_inputs",
+    "LoggedLoss": "callbacks.logged.logged_loss",
+    "LoggedUpdate": "callbacks.logged.logged_update",
+    "LoopOrder": "callbacks.loop_order.guard",
+    "LossBalance": "callbacks.losses.loss_balance",
+    "LossInputs": "callbacks.losses.loss_inputs",
     "ModeError": "errors",
-    "ModelProbe": "callbacks.model_probe",
+    "ModelProbe": "callbacks.probes.model_probe",
     "Moment": "records",
     "NonFiniteError": "errors",
     "Observation": "records",
-    "ParamDeltaProbe": "callbacks.param_delta",
+    "ParamDeltaProbe": "callbacks.updates.param_delta",
     "PreflightError": "errors",
-    "PreflightReport": "checks.report",
+    "PreflightReport": "checks.runner.report",
     "ProcessError": "errors",
-    "ReplicaSync": "callbacks.replicas",
+    "ReplicaSync": "callbacks.distributed.replicas",
     "Report": "records",
-    "RunLog": "runlog",
+    "RunLog": "report.run_log",
     "ScheduleError": "errors",
     "Severity": "records",
     "Sink": "sinks.base",
-    "TiedWeights": "callbacks.tied",
+    "TiedWeights": "callbacks.updates.tied",
     "UpdateError": "errors",
-    "assert_batch_independent": "checks.asserts_model",
-    "assert_causal": "checks.asserts_model",
-    "assert_checkpoint_roundtrip": "checks.asserts_checkpoint",
-    "assert_eval_deterministic": "checks.asserts_model",
-    "assert_gradients_reach_all": "checks.asserts_training",
-    "assert_ids_in_range": "checks.asserts_data",
-    "assert_initial_loss": "checks.asserts_model",
-    "assert_overfits": "checks.asserts_training",
-    "assert_returns": "checks.asserts_returns",
-    "assert_roundtrip": "checks.asserts_data",
-    "assert_shifted": "checks.asserts_data",
-    "assert_step_changes_parameters": "checks.asserts_training",
-    "cached": "cache",
-    "check": "checks.run",
-    "check_returns": "returns",
-    "compare_reports": "compare",
+    "assert_batch_independent": "checks.asserts.model",
+    "assert_causal": "checks.asserts.model",
+    "assert_checkpoint_roundtrip": "checks.asserts.checkpoint",
+    "assert_eval_deterministic": "checks.asserts.model",
+    "assert_gradients_reach_all": "checks.asserts.training",
+    "assert_ids_in_range": "checks.asserts.data",
+    "assert_initial_loss": "checks.asserts.model",
+    "assert_overfits": "checks.asserts.training",
+    "assert_returns": "checks.asserts.returns",
+    "assert_roundtrip": "checks.asserts.data",
+    "assert_shifted": "checks.asserts.data",
+    "assert_step_changes_parameters": "checks.asserts.training",
+    "cached": "checkpoint.cache",
+    "check": "checks.runner.run",
+    "check_returns": "checks.returns",
+    "compare_reports": "report.compare",
     "load_checkpoint": "checkpoint",
-    "loss_balance": "callbacks.loss_balance",
-    "read_report": "report_file",
-    "read_run": "runlog",
+    "loss_balance": "callbacks.losses.loss_balance",
+    "read_report": "report.file",
+    "read_run": "report.run_log",
     "replay": "blackbox.again",
     "save_checkpoint": "checkpoint",
-    "stages": "data_stages",
-    "stamp_cache": "cache",
-    "tokenizer_digest": "fingerprint",
-    "verify_cache": "cache",
+    "stages": "runtime.data_stages",
+    "stamp_cache": "checkpoint.cache",
+    "tokenizer_digest": "checkpoint.fingerprint",
+    "verify_cache": "checkpoint.cache",
 }
 
 __all__ = [

@@ -20,7 +20,7 @@ Each message is the finding as a person reads it in a terminal.
 from __future__ import annotations
 
 from gpt_guard.records import CheckResult, Finding
-from gpt_guard.render import clean, render_finding
+from gpt_guard.records.render import clean, render_finding
 
 
 class GuardUsageError(ValueError):

@@ -11,30 +11,30 @@ from typing import Any, ParamSpec, Self, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from gpt_guard import arguments
 from gpt_guard.blackbox.service import BlackBox
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.defaults import default_guards
-from gpt_guard.callbacks.microscope import Microscope
+from gpt_guard.callbacks.finite.microscope import Microscope
 from gpt_guard.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
-from gpt_guard.desk import Desk
 from gpt_guard.errors import GuardUsageError
-from gpt_guard.evaluation import evaluation_mode
-from gpt_guard.policy import Policy, Rules
-from gpt_guard.progress import Progress
+from gpt_guard.hooks.evaluation import evaluation_mode
 from gpt_guard.records import Finding, Observation, Report
 from gpt_guard.replaying.outcome import Outcome
 from gpt_guard.replaying.service import Replayer
-from gpt_guard.reporting import header, make_report
-from gpt_guard.resuming import stamp_of, state_of, take_back
-from gpt_guard.session import Session
+from gpt_guard.runtime import arguments
+from gpt_guard.runtime.dispatch import Desk
+from gpt_guard.runtime.policy import Policy, Rules
+from gpt_guard.runtime.progress import Progress
+from gpt_guard.runtime.reporting import header, make_report
+from gpt_guard.runtime.resuming import stamp_of, state_of, take_back
+from gpt_guard.runtime.session import Session
+from gpt_guard.runtime.staging import Staged
+from gpt_guard.runtime.subject import Subject
+from gpt_guard.runtime.unentered import NEVER_ENTERED, warn_if_trained
 from gpt_guard.sinks.base import Sink
 from gpt_guard.sinks.console import ConsoleSink
 from gpt_guard.sinks.jsonl import JsonlSink
 from gpt_guard.sinks.report import with_report
-from gpt_guard.staging import Staged
-from gpt_guard.subject import Subject
-from gpt_guard.unentered import NEVER_ENTERED, warn_if_trained
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -61,7 +61,7 @@ class Guardian(Staged):
     - `run_dir`: folder for the run log `steps.jsonl`, `run_report.json` at the end, and for each failure a bundle of at
       most `bundle_limit_mb` from which `gpt-guard replay` runs the step again; None writes no file.
     - `sinks`: None for the console; otherwise exactly these, besides the run log.
-    - `policy`: what to do about which finding, see `gpt_guard.policy.Policy`; `strict` halts on every error.
+    - `policy`: what to do about which finding, see `gpt_guard.runtime.policy.Policy`; `strict` halts on every error.
     - `tokenizer`, `config`: what this run belongs to, for its fingerprint. `summary`: whether a table ends the run.
     - `reads`: "immediate" tests every output where it is made, "per_step" reads the device once just before each step;
       "auto" is immediate on the CPU, where reading costs nothing, and per step anywhere else.

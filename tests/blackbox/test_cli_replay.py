@@ -14,9 +14,9 @@ import torch
 from typer.testing import CliRunner
 
 from gpt_guard import Guardian
-from gpt_guard.cli import app
+from gpt_guard.cli.app import app
 from gpt_guard.errors import GuardError
-from gpt_guard.render import WIDTH
+from gpt_guard.records.render import WIDTH
 
 from .conftest import HERE, Fail, Failed
 from .failing_models import CAUSES, OwnLoss, log_loss
@@ -26,7 +26,7 @@ MODULE = "failing_models"
 CALLS = """
 import contextlib, io, json, sys
 from typer.testing import CliRunner
-from gpt_guard.cli import app
+from gpt_guard.cli.app import app
 runs = [CliRunner().invoke(app, ["replay", *args]) for args in json.loads(sys.argv[1])]
 print(json.dumps([[run.exit_code, run.stdout, run.stderr] for run in runs]))
 """

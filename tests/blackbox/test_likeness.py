@@ -20,7 +20,7 @@ from gpt_guard import Guardian
 from gpt_guard.blackbox.again import replay
 from gpt_guard.blackbox.likeness import likeness
 from gpt_guard.blackbox.source import Source, source_of
-from gpt_guard.cli import app
+from gpt_guard.cli.app import app
 from gpt_guard.errors import GuardError
 
 from .conftest import HERE, Fail

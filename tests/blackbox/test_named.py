@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from gpt_guard.blackbox.code import home_of, module_of, root_of, runs_when_imported
 from gpt_guard.blackbox.source import class_of
-from gpt_guard.cli import app
+from gpt_guard.cli.app import app
 
 from .conftest import Fail
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from gpt_guard import Guardian
 from gpt_guard.blackbox.again import replay
-from gpt_guard.cli import app
+from gpt_guard.cli.app import app
 from gpt_guard.errors import GuardError, GuardUsageError
 
 from .conftest import HERE

@@ -10,7 +10,7 @@ import pytest
 
 from gpt_guard import NonFiniteError
 from gpt_guard.catalogue import finding
-from gpt_guard.render import render_finding
+from gpt_guard.records.render import render_finding
 
 ROOT = Path(__file__).parent.parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)

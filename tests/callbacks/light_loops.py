@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from gpt_guard.callbacks.base import Guard
-from gpt_guard.callbacks.param_delta import ParamDeltaProbe
+from gpt_guard.callbacks.updates.param_delta import ParamDeltaProbe
 from gpt_guard.guardian import Guardian
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Moment, Observation

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from gpt_guard.casebook import Case, Outcome, cases, run_case
 from gpt_guard.catalogue import entry
-from gpt_guard.cli import app
+from gpt_guard.cli.app import app
 
 CASES = cases()
 GUIDE = Path(__file__).parents[2] / "docs" / "casebook.md"

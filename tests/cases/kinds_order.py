@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from gpt_guard.callbacks.defaults import default_guards
 from gpt_guard.records import Finding
 
-from ..callbacks import order_fault_sums, order_faults
-from ..callbacks.order_loops import Body, cross_entropy, run
+from ..callbacks.loop_order import order_fault_sums, order_faults
+from ..callbacks.loop_order.order_loops import Body, cross_entropy, run
 from .kinds import INSTANCES, Instance, both
 
 BETWEEN = "zero_grad between backward and step"

@@ -21,7 +21,7 @@ from gpt_guard.catalogue import entry
 from gpt_guard.errors import GuardError
 from gpt_guard.records import Finding
 
-from ..returns.functions import WRITTEN, Written
+from ..checks.returns.functions import WRITTEN, Written
 from .kinds import INSTANCES, Instance, batch, both, net, sgd, step, trained, watched
 from .kinds_moves import SOME
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gpt_guard.checkpoint import load_checkpoint, save_checkpoint
+from gpt_guard.checkpoint.fingerprint import Fingerprint, tokenizer_digest
 from gpt_guard.errors import CheckpointError, FingerprintMismatch
-from gpt_guard.fingerprint import Fingerprint, tokenizer_digest
 from gpt_guard.records import Finding
 from mini_gpt import MiniGPT
 

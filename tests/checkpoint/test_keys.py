@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from gpt_guard.catalogue import entry
 from gpt_guard.checkpoint import load_checkpoint
+from gpt_guard.checkpoint.fingerprint import weights_digest
 from gpt_guard.errors import CheckpointError, FingerprintMismatch
-from gpt_guard.fingerprint import weights_digest
 from gpt_guard.records import Finding, Severity
 from mini_gpt import MiniGPT
 

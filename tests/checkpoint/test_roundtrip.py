@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from gpt_guard.checkpoint import load_checkpoint, save_checkpoint
+from gpt_guard.checkpoint.fingerprint import Fingerprint, config_digest, tokenizer_digest, weights_digest
 from gpt_guard.checkpoint.optimizer_state import move_to_parameters
-from gpt_guard.fingerprint import Fingerprint, config_digest, tokenizer_digest, weights_digest
 from gpt_guard.records import Finding, Severity
 from mini_gpt import MiniGPT, MiniGPTConfig
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.checks.report import PreflightReport
-from gpt_guard.checks.run import check
+from gpt_guard.checks.runner.report import PreflightReport
+from gpt_guard.checks.runner.run import check
 from gpt_guard.records import CheckResult
 from mini_gpt import MiniGPT, MiniGPTConfig
 

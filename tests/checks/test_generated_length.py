@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_guard.checks.base import Subject
-from gpt_guard.checks.generation import GenerationStage
-from gpt_guard.checks.run import preflight
+from gpt_guard.checks.generation.stage import GenerationStage
+from gpt_guard.checks.runner.base import Subject
+from gpt_guard.checks.runner.run import preflight
 
 from .generate_faults import BLOCK, TinyGPT, V, with_generate
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.checks.base import Subject
-from gpt_guard.checks.generation import GenerationStage
-from gpt_guard.checks.report import PreflightReport
-from gpt_guard.checks.run import preflight
-from gpt_guard.checks.tokenizers import adapt
+from gpt_guard.checks.generation.stage import GenerationStage
+from gpt_guard.checks.runner.base import Subject
+from gpt_guard.checks.runner.report import PreflightReport
+from gpt_guard.checks.runner.run import preflight
+from gpt_guard.checks.tokenizer.tokenizers import adapt
 from gpt_guard.records import CheckResult
 from mini_gpt import MiniGPT, MiniGPTConfig
 

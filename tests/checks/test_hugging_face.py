@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpt_guard.checks.run import check
+from gpt_guard.checks.runner.run import check
 
 transformers = pytest.importorskip("transformers")
 V, T = 32, 16

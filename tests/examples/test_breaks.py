@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from breaks import BREAKS
-from gpt_guard.cli import app
+from gpt_guard.cli.app import app
 
 from .conftest import EXAMPLES, Run
 from .reading import codes, records
@@ -188,7 +188,7 @@ def test_the_printed_line_can_be_pasted_into_a_shell(
 ) -> None:
     train("--steps", "2", "--break", "freeze", out="a folder with blanks")
     line = capsys.readouterr().out.split("run next:\n")[1].splitlines()[0]
-    program = shlex.join([sys.executable, "-c", "from gpt_guard.cli import main; main()"])
+    program = shlex.join([sys.executable, "-c", "from gpt_guard.cli.app import main; main()"])
     line = line.replace(" gpt-guard ", f" {program} ")
     done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

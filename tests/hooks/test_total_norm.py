@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_ as imported_before
 
 from gpt_guard.hooks.total_norm import TOTAL_NORMS
 
-from ..clipping_kit import with_gradients
+from ..runtime.clipping_kit import with_gradients
 
 _TOTAL: object = clip_grad._get_total_norm
 _NORM: object = torch.linalg.vector_norm

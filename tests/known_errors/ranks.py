@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gpt_guard.callbacks.replicas import ReplicaSync
+from gpt_guard.callbacks.distributed.replicas import ReplicaSync
 from gpt_guard.records import Finding
 
 from .parts import known, not_found, sgd, watched

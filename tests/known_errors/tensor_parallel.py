@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from gpt_guard.callbacks.replicas import ReplicaSync
+from gpt_guard.callbacks.distributed.replicas import ReplicaSync
 from gpt_guard.records import Finding
 
 from .parts import known, sgd, watched

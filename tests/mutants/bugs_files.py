@@ -6,7 +6,7 @@ import json
 
 import torch
 
-from gpt_guard.checks import environment
+from gpt_guard.checks.environment import stage as environment
 
 from .project import BLOCK, Project, encode
 from .table import mutant

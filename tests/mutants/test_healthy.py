@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpt_guard.checks.forward import shifts_inside
-from gpt_guard.checks.report import PreflightReport
+from gpt_guard.checks.runner.forward import shifts_inside
+from gpt_guard.checks.runner.report import PreflightReport
 from gpt_guard.records import Severity
 from mini_gpt import MiniGPT
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.hooks.ambient import Surroundings
+from gpt_guard.hooks.capture.execution_context import Surroundings
 from gpt_guard.replaying.recipe import LossRecipe
 
 from .steps import Net, guarded, halt, halting, operation, sgd

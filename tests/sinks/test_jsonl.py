@@ -16,7 +16,7 @@ import pytest
 
 from gpt_guard import catalogue
 from gpt_guard.records import RUN_SCHEMA, Action, Moment, Observation, Report
-from gpt_guard.runlog import read_run
+from gpt_guard.report.run_log import read_run
 from gpt_guard.sinks.jsonl import JsonlSink
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from gpt_guard.compare import compare_reports
 from gpt_guard.guardian import Guardian
 from gpt_guard.records import Report
-from gpt_guard.report_file import RUN_REPORT_FILE, read_report
+from gpt_guard.report.compare import compare_reports
+from gpt_guard.report.file import RUN_REPORT_FILE, read_report
 from gpt_guard.sinks.report import ReportSink
 
 

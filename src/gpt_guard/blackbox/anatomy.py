@@ -11,7 +11,7 @@ from torch import nn
 
 from gpt_guard.blackbox.code import home_of
 from gpt_guard.blackbox.paths import plain_path
-from gpt_guard.fingerprint import unwrap
+from gpt_guard.checkpoint.fingerprint import unwrap
 from gpt_guard.replaying.state import REGISTRIES
 
 MOST = 50_000

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+from gpt_guard.checkpoint.fingerprint import file_digest
 from gpt_guard.errors import GuardUsageError
-from gpt_guard.fingerprint import file_digest
 
 UNKNOWN = "__main__"
 """The module of code that no other process can import: of a notebook, or typed in."""

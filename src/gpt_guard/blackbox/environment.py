@@ -8,7 +8,7 @@ from importlib import metadata
 import torch
 from torch import nn
 
-from gpt_guard.surroundings import surroundings
+from gpt_guard.hooks.surroundings import surroundings
 
 
 def environment_of(model: nn.Module) -> dict[str, str]:

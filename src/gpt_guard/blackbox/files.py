@@ -12,11 +12,11 @@ from torch import Tensor
 
 from gpt_guard.blackbox.manifest import BUNDLE_SCHEMA, MANIFEST, FileName, Manifest, StoredFile
 from gpt_guard.blackbox.plain import tensors_in
+from gpt_guard.checkpoint.fingerprint import file_digest
+from gpt_guard.checkpoint.fingerprint.naming import printable, some
 from gpt_guard.checkpoint.read import memory_size, read_payload
 from gpt_guard.checkpoint.say import Voice
 from gpt_guard.errors import CheckpointError, GuardUsageError
-from gpt_guard.fingerprint import file_digest
-from gpt_guard.fingerprint.naming import printable, some
 
 MAX_JSON_BYTES = 64 * 2**20
 """The report of a run has some tens of kilobytes; far above, it is none."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gpt_guard.atomic import sync_folder
+from gpt_guard.records.atomic import sync_folder
 
 
 @contextmanager

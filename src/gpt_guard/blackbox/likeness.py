@@ -13,8 +13,8 @@ from gpt_guard.blackbox.anatomy import MOST, classes_of, kinds_of, settings_of
 from gpt_guard.blackbox.code import EDITED, UNKNOWN, code_files, digests, home_of, is_torch
 from gpt_guard.blackbox.recipe_file import function_name
 from gpt_guard.blackbox.source import Source, config_of
-from gpt_guard.fingerprint import config_changes
-from gpt_guard.fingerprint.naming import printable
+from gpt_guard.checkpoint.fingerprint import config_changes
+from gpt_guard.checkpoint.fingerprint.naming import printable
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import re
 
 from torch import nn
 
-from gpt_guard.fingerprint import plain_name, unwrap
+from gpt_guard.checkpoint.fingerprint import plain_name, unwrap
 from gpt_guard.records import Finding
 
 _INPUT = re.compile(r"(?P<what>input.* of )(?P<module>\S+)$")

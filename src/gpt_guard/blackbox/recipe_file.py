@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from gpt_guard.blackbox.manifest import FileName
 from gpt_guard.blackbox.paths import fitted, plain_path
 from gpt_guard.blackbox.write import Part
-from gpt_guard.fingerprint import unwrap
-from gpt_guard.hooks.ambient import Ambient
+from gpt_guard.checkpoint.fingerprint import unwrap
+from gpt_guard.hooks.capture.execution_context import Ambient
 from gpt_guard.records import Finding, Record
 from gpt_guard.replaying.recipe import LossRecipe, Recipe
 

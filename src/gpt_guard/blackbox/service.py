@@ -23,7 +23,7 @@ from gpt_guard.blackbox.write import MEGABYTE, Part, as_json, write_bundle
 from gpt_guard.catalogue import finding as make_finding
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.records import Action, Finding, Observation, Report, Severity
-from gpt_guard.render import render_short
+from gpt_guard.records.render import render_short
 from gpt_guard.replaying.recipe import Recipe
 from gpt_guard.sinks.base import Sink, likely_cause
 

@@ -15,7 +15,7 @@ from torch import nn
 from gpt_guard.blackbox.anatomy import classes_of, kinds_of, settings_of
 from gpt_guard.blackbox.code import UNKNOWN, code_files, digests, home_of, is_own, root_of, script
 from gpt_guard.checkpoint.belongs import model_config
-from gpt_guard.fingerprint import unwrap
+from gpt_guard.checkpoint.fingerprint import unwrap
 from gpt_guard.records import Record
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gpt_guard.runlog import MAX_LINE_BYTES, RUN_FILE
+from gpt_guard.report.run_log import MAX_LINE_BYTES, RUN_FILE
 
 LAST_STEPS = 100
 """Enough to see a loss or a norm grow; the whole log lies in the run's folder."""

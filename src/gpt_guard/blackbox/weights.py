@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpt_guard.checkpoint.fingerprint import plain_name, unwrap
+from gpt_guard.checkpoint.fingerprint.naming import some
 from gpt_guard.checkpoint.layout import take_apart
 from gpt_guard.checkpoint.say import Voice
 from gpt_guard.checkpoint.weights import copy_weights, fit_weights
 from gpt_guard.errors import CheckpointError, GuardUsageError
-from gpt_guard.fingerprint import plain_name, unwrap
-from gpt_guard.fingerprint.naming import some
 
 
 def weights_of(model: nn.Module) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from pydantic_core import to_json
 from gpt_guard.blackbox.folder import whole_folder
 from gpt_guard.blackbox.manifest import MANIFEST, FileName, LeftOut, Manifest, StoredFile
 from gpt_guard.blackbox.plain import Plain, tensor_bytes
+from gpt_guard.checkpoint.fingerprint import file_digest
+from gpt_guard.checkpoint.fingerprint.naming import some
 from gpt_guard.checkpoint.pickles import unsafe_globals
-from gpt_guard.fingerprint import file_digest
-from gpt_guard.fingerprint.naming import some
 from gpt_guard.records import Finding
 
 MEGABYTE = 2**20

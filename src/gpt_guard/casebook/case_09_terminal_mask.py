@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gpt_guard.casebook.book import Expected
+from gpt_guard.checks.returns import check_returns
 from gpt_guard.records import Finding
-from gpt_guard.returns import check_returns
 
 EXPECTED = Expected("GG617", "index", "step before")
 GAMMA = 0.9

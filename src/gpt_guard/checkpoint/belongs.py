@@ -7,10 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from gpt_guard.checkpoint.layout import Stored
-from gpt_guard.checkpoint.say import Voice
-from gpt_guard.errors import GuardUsageError
-from gpt_guard.fingerprint import (
+from gpt_guard.checkpoint.fingerprint import (
     Difference,
     Fingerprint,
     config_changes,
@@ -20,9 +17,12 @@ from gpt_guard.fingerprint import (
     tokenizer_digest,
     unwrap,
 )
-from gpt_guard.fingerprint.config import without
-from gpt_guard.fingerprint.findings import SHORT, config_finding, part_finding, tokenizer_finding
-from gpt_guard.fingerprint.naming import printable
+from gpt_guard.checkpoint.fingerprint.config import without
+from gpt_guard.checkpoint.fingerprint.findings import SHORT, config_finding, part_finding, tokenizer_finding
+from gpt_guard.checkpoint.fingerprint.naming import printable
+from gpt_guard.checkpoint.layout import Stored
+from gpt_guard.checkpoint.say import Voice
+from gpt_guard.errors import GuardUsageError
 
 
 def model_config(model: nn.Module, config: Any) -> dict[str, Any] | None:

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gpt_guard.checkpoint.fingerprint.naming import printable
 from gpt_guard.checkpoint.keys import Clue, Match
 from gpt_guard.checkpoint.size_causes import size_clues
-from gpt_guard.fingerprint.naming import printable
 
 SAMPLE = 50
 MAX_CANDIDATES = 200

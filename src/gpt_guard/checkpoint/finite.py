@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt_guard.fingerprint.naming import printable
+from gpt_guard.checkpoint.fingerprint.naming import printable
 from gpt_guard.records import Record
 
 

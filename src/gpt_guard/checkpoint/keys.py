@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gpt_guard.fingerprint import plain_name
+from gpt_guard.checkpoint.fingerprint import plain_name
 
 
 @dataclass(frozen=True)

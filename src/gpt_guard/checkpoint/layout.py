@@ -10,8 +10,8 @@ from typing import Annotated, Any, NoReturn
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
+from gpt_guard.checkpoint.fingerprint.naming import printable, some
 from gpt_guard.checkpoint.say import Voice
-from gpt_guard.fingerprint.naming import printable, some
 
 MODEL_KEYS = ("model_state_dict", "model", "state_dict", "model_state", "net", "weights")
 OPTIMIZER_KEYS = ("optimizer_state_dict", "optimizer", "optimizer_states", "optimizers", "optim")

@@ -11,6 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gpt_guard.checkpoint.belongs import model_config, verify
+from gpt_guard.checkpoint.fingerprint import Fingerprint, unwrap
+from gpt_guard.checkpoint.fingerprint.naming import some
 from gpt_guard.checkpoint.finite import listing, non_finite
 from gpt_guard.checkpoint.given import checked_path
 from gpt_guard.checkpoint.layout import Stored, take_apart
@@ -18,8 +20,6 @@ from gpt_guard.checkpoint.optimizer_state import misfits, move_to_parameters, pa
 from gpt_guard.checkpoint.read import read_payload
 from gpt_guard.checkpoint.say import OnFinding, Voice
 from gpt_guard.checkpoint.weights import copy_weights, fit_weights
-from gpt_guard.fingerprint import Fingerprint, unwrap
-from gpt_guard.fingerprint.naming import some
 from gpt_guard.hooks.optimizer import unwrap as plain_optimizers
 from gpt_guard.records import Finding, Record
 

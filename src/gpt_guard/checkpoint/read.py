@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from gpt_guard.checkpoint.fingerprint.naming import printable, some
 from gpt_guard.checkpoint.pickles import is_hostile, unsafe_globals
 from gpt_guard.checkpoint.say import Voice
-from gpt_guard.fingerprint.naming import printable, some
 
 
 def read_payload(path: Path, voice: Voice, max_bytes: int | None) -> Any:

@@ -12,15 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gpt_guard.atomic import replacing
 from gpt_guard.checkpoint.belongs import model_config
-from gpt_guard.checkpoint.finite import leaves, listing, non_finite
-from gpt_guard.checkpoint.given import checked_path
-from gpt_guard.checkpoint.optimizer_state import parameter_names
-from gpt_guard.checkpoint.pickles import unsafe_globals
-from gpt_guard.checkpoint.say import OnFinding, Voice
-from gpt_guard.errors import GuardUsageError
-from gpt_guard.fingerprint import (
+from gpt_guard.checkpoint.fingerprint import (
     Fingerprint,
     config_digest,
     state_digest,
@@ -29,7 +22,14 @@ from gpt_guard.fingerprint import (
     unwrap,
     weights_digest,
 )
+from gpt_guard.checkpoint.finite import leaves, listing, non_finite
+from gpt_guard.checkpoint.given import checked_path
+from gpt_guard.checkpoint.optimizer_state import parameter_names
+from gpt_guard.checkpoint.pickles import unsafe_globals
+from gpt_guard.checkpoint.say import OnFinding, Voice
+from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.optimizer import unwrap as plain_optimizers
+from gpt_guard.records.atomic import replacing
 
 MAX_STORED_TOKENS = 65_536
 """A vocabulary up to this size is stored beside its digest, so that a mismatch can be shown token by token."""

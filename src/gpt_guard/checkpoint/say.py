@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from gpt_guard.catalogue import entry, finding
 from gpt_guard.errors import error_for
 from gpt_guard.records import Finding, Severity
-from gpt_guard.render import render_short
+from gpt_guard.records.render import render_short
 
 logger = logging.getLogger("gpt_guard")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from gpt_guard.checkpoint.fingerprint import config_changes
+from gpt_guard.checkpoint.fingerprint.naming import printable
 from gpt_guard.checkpoint.keys import Clue, Match
-from gpt_guard.fingerprint import config_changes
-from gpt_guard.fingerprint.naming import printable
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm, nn.GroupNorm)
 

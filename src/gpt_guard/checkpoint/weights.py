@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gpt_guard.checkpoint.causes import clues
+from gpt_guard.checkpoint.fingerprint import plain_name
+from gpt_guard.checkpoint.fingerprint.naming import printable, some
 from gpt_guard.checkpoint.keys import Match, match
 from gpt_guard.checkpoint.layout import Stored
 from gpt_guard.checkpoint.say import Voice
-from gpt_guard.fingerprint import plain_name
-from gpt_guard.fingerprint.naming import printable, some
 
 MAX_LISTED = 200
 """Names of one kind that a finding's evidence lists."""

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from gpt_guard.hooks.forward import ForwardTap
-from gpt_guard.hooks.functions import FunctionTap
-from gpt_guard.hooks.preserve import preserved
+from gpt_guard.hooks.functions.functions import FunctionTap
+from gpt_guard.hooks.isolation.preserve import preserved
 
 Listener = Callable[[], None]
 # A step of more forwards than this on average is none that anybody waits for.

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 from torch import Tensor
 
-from gpt_guard.ledger import Ledger
+from gpt_guard.hooks.ledger import Ledger
 
 State = list[tuple[int, int]]
 

@@ -10,14 +10,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gpt_guard.hooks.capture import NoCapture
+from gpt_guard.hooks.capture.capture import NoCapture
 from gpt_guard.hooks.forward import ForwardTap
 from gpt_guard.hooks.gradients import GradNorms, HeardNorms
 from gpt_guard.hooks.inspection import Inspection
+from gpt_guard.hooks.ledger import Ledger
 from gpt_guard.hooks.modes import ModeLog
 from gpt_guard.hooks.pace import Pace
 from gpt_guard.hooks.versions import ParameterVersions
-from gpt_guard.ledger import Ledger
 from gpt_guard.records import Finding, SourceLine
 
 

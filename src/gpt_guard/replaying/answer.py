@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from gpt_guard.causes import likely
+from gpt_guard.catalogue.operation_causes import likely
 from gpt_guard.records import Operand, OperationSeen
 from gpt_guard.replaying import rules_arithmetic, rules_layers, rules_math
 from gpt_guard.replaying.case import Case, Evidence

@@ -17,8 +17,8 @@ from gpt_guard.hooks.tensors import describe, walk
 from gpt_guard.records import OperationSeen
 from gpt_guard.replaying.bench import Bench, Seen
 from gpt_guard.replaying.recipe import LossRecipe
-from gpt_guard.replaying.said import figures
 from gpt_guard.replaying.target import Target
+from gpt_guard.replaying.text import figures
 from gpt_guard.replaying.trace import Trace
 
 

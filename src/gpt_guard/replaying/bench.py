@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.hooks.ambient import Ambient, surrounded_by
 from gpt_guard.hooks.backward import unnoticed
+from gpt_guard.hooks.capture.execution_context import Ambient, surrounded_by
 from gpt_guard.hooks.compiled import is_compiled_wrapper
 from gpt_guard.records import OperationSeen
-from gpt_guard.replaying.aside import set_aside
+from gpt_guard.replaying.isolation import set_aside
 from gpt_guard.replaying.original import is_compiled, unwrapped
 from gpt_guard.replaying.preserve import untouched
 from gpt_guard.replaying.recipe import Recipe

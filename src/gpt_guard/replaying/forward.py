@@ -11,8 +11,8 @@ from gpt_guard.records import OperationSeen
 from gpt_guard.replaying.bench import Bench, Seen
 from gpt_guard.replaying.original import module_at
 from gpt_guard.replaying.recipe import LossRecipe
-from gpt_guard.replaying.said import figures, outputs_named
 from gpt_guard.replaying.target import Sighting, Target
+from gpt_guard.replaying.text import figures, outputs_named
 
 
 def forward_again(bench: Bench, target: Target) -> Seen:

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gpt_guard.hooks.tensors import describe, walk
 from gpt_guard.replaying.bench import Bench, Seen
-from gpt_guard.replaying.said import figures
 from gpt_guard.replaying.target import Enough, Target
+from gpt_guard.replaying.text import figures
 
 
 def inside_again(bench: Bench, target: Target) -> Seen:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from gpt_guard.causes import likely
+from gpt_guard.catalogue.operation_causes import likely
 from gpt_guard.hooks.frames import running_calls
 from gpt_guard.hooks.tensors import walk
 from gpt_guard.records import Operand, OperationSeen

@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gpt_guard.hooks.arrivals import gradients_of
-from gpt_guard.hooks.capture import Capture
-from gpt_guard.hooks.captured import ForwardCall, LossCall, versions_of
-from gpt_guard.hooks.frontier import bypassed, frontier
+from gpt_guard.hooks.capture.capture import Capture
+from gpt_guard.hooks.capture.captured import ForwardCall, LossCall, versions_of
+from gpt_guard.hooks.capture.output_gradients import gradients_of
+from gpt_guard.hooks.capture.outputs_reached import bypassed, frontier
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment
 from gpt_guard.replaying.recipe import LossRecipe, Recipe
-from gpt_guard.replaying.standins import lend
+from gpt_guard.replaying.stubs import lend
 
 _NAMED = 3
 

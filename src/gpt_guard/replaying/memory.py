@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gpt_guard.causes import likely
+from gpt_guard.catalogue.operation_causes import likely
 from gpt_guard.records import OperationSeen, SourceLine
 from gpt_guard.replaying.values import Flags, flags
 

@@ -15,11 +15,11 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from gpt_guard.hooks.keeping import Keeper
-from gpt_guard.hooks.rerun import is_plain_object
+from gpt_guard.hooks.isolation.keeping import Keeper
+from gpt_guard.hooks.isolation.rerun import is_plain_object
 from gpt_guard.hooks.tensors import version_of
-from gpt_guard.replaying.standins import lend_attributes
 from gpt_guard.replaying.state import REGISTRIES, OwnState, lend_copies
+from gpt_guard.replaying.stubs import lend_attributes
 
 # Buffers are always copied, parameters and other tensors of modules only up to here: a forward seldom writes to them.
 _MOST_BYTES = 256 * 2**20

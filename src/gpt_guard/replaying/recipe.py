@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gpt_guard.hooks.ambient import Ambient
+from gpt_guard.hooks.capture.execution_context import Ambient
 from gpt_guard.hooks.tensors import walk
 from gpt_guard.records import Finding
 

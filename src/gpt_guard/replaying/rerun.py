@@ -14,9 +14,9 @@ from gpt_guard.replaying.inside import inside_again
 from gpt_guard.replaying.original import why_not
 from gpt_guard.replaying.outcome import Outcome, not_reproduced, reproduced
 from gpt_guard.replaying.recipe import Recipe
-from gpt_guard.replaying.said import place_of_error
-from gpt_guard.replaying.standins import OutOfReach
+from gpt_guard.replaying.stubs import OutOfReach
 from gpt_guard.replaying.target import target_of
+from gpt_guard.replaying.text import place_of_error
 from gpt_guard.replaying.trace import TimeUp, make_ready
 
 DEFAULT_LIMIT_S = 10.0

@@ -12,10 +12,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from gpt_guard.errors import GuardUsageError
-from gpt_guard.hooks.capture import Capture, NoCapture
+from gpt_guard.hooks.capture.capture import Capture, NoCapture
 from gpt_guard.hooks.watch import Watch
-from gpt_guard.progress import Progress
-from gpt_guard.records import Finding, Moment
+from gpt_guard.records import Finding, Moment, Observation
 from gpt_guard.replaying.live import recipes_for
 from gpt_guard.replaying.outcome import Outcome, with_outcome
 from gpt_guard.replaying.recipe import Recipe
@@ -41,7 +40,7 @@ class Replayer:
     def __init__(self, limit: bool | float = True) -> None:
         self._limit = limit
         self._watch: Watch | None = None
-        self._progress: Progress | None = None
+        self._latest: Callable[[], Observation | None] = _nothing_yet
         self._asked: Counter[Any] = Counter()
         self._busy = False
         # Which of the calls it was, not what with: a batch must not outlive its step.
@@ -50,10 +49,10 @@ class Replayer:
         self.last: Outcome | None = None
         self.failed: str | None = None
 
-    def open(self, watch: Watch, progress: Progress) -> None:
+    def open(self, watch: Watch, latest: Callable[[], Observation | None]) -> None:
         """Begin to capture, unless nothing is to be replayed."""
         if self._limit is not False:
-            self._watch, self._progress = watch, progress
+            self._watch, self._latest = watch, latest
             watch.capture = self.capture = Capture(
                 watch.model, immediate=watch.immediate, log=watch.modes, pace=watch.pace
             )
@@ -89,7 +88,8 @@ class Replayer:
             self.capture.close()
         if self._watch is not None:
             self._watch.capture = NoCapture()
-        self._watch = self._progress = self.capture = None
+        self._watch = self.capture = None
+        self._latest = _nothing_yet
 
     def enrich(self, finding: Finding) -> Finding:
         """The finding with what its replay has shown, or as it was if there is nothing to be run. Never raises."""
@@ -164,7 +164,7 @@ class Replayer:
     def _limit_s(self) -> float:
         if self._limit is not True:
             return float(self._limit)
-        latest = None if self._progress is None else self._progress.latest
+        latest = self._latest()
         step_time = None if latest is None else latest.step_time
         return max(_LEAST_S, _STEPS * (step_time or 0.0))
 
@@ -201,3 +201,7 @@ def _nothing_kept(finding: Finding | None, capture: Capture | None) -> str:
         f"Not replayed: what micro-batch {finding.micro_batch} was made of is no longer held. After an optimizer's "
         f"step the weights of the forward are gone; of several large batches in a step only the last is held."
     )
+
+
+def _nothing_yet() -> None:
+    return None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpt_guard.causes import hidden_first
+from gpt_guard.catalogue.operation_causes import hidden_first
 from gpt_guard.records import OperationSeen
 from gpt_guard.replaying.follow import Follower
 from gpt_guard.replaying.memory import Origin

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from gpt_guard.catalogue import finding as make_finding
 from gpt_guard.records import Action, Finding, Observation, Report
-from gpt_guard.render import render_short
+from gpt_guard.records.render import render_short
 
 _logger = logging.getLogger("gpt_guard")
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpt_guard.records import Action, Finding, Observation, Report, Severity
-from gpt_guard.render import render_short
+from gpt_guard.records.render import render_short
 from gpt_guard.sinks.base import Sink
 from gpt_guard.sinks.stderr import LOGGER, lend_handler, speaks_itself, take_back_handler, write_stderr
 from gpt_guard.sinks.summary import summary_text

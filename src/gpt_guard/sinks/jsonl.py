@@ -15,7 +15,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from gpt_guard.records import RUN_SCHEMA, Action, Finding, Observation, Report
-from gpt_guard.runlog import RUN_FILE
+from gpt_guard.report.run_log import RUN_FILE
 from gpt_guard.sinks.base import Sink
 
 _KEPT_GRADS = 2

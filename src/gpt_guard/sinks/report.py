@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt_guard.records import Action, Finding, Observation, Report
-from gpt_guard.report_file import RUN_REPORT_FILE
+from gpt_guard.report.file import RUN_REPORT_FILE
 from gpt_guard.sinks.base import Sink
 from gpt_guard.sinks.jsonl import JsonlSink
 

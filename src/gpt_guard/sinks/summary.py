@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gpt_guard.records import Finding, Report, Severity
-from gpt_guard.render import clean, learning_rate, number
+from gpt_guard.records.render import clean, learning_rate, number
 
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.INFO: "cyan"}
 

@@ -22,7 +22,7 @@ from gpt_guard.callbacks.base import Guard
 
 _TESTING = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(_TESTING)) + os.sep
-_LEDGER = os.path.join(_PACKAGE, "ledger.py")
+_LEDGER = os.path.join(_PACKAGE, "hooks", "ledger.py")
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 # What needs a value, or a shape that depends on values, on the host.
 _READS = frozenset(

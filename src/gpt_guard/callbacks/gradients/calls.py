@@ -1,0 +1,134 @@
+"""Which modules were called, and with or without a graph: tells an unused layer from a cut graph in the first steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointFunction
+
+from gpt_guard.hooks.autograd_graph.reach import reaches
+from gpt_guard.hooks.copies import Uncopiable, Uncopied
+from gpt_guard.hooks.frames import runs_in
+from gpt_guard.hooks.tensors import walk
+from gpt_guard.hooks.watch import Watch
+
+
+class CallLog:
+    """Pre-forward hooks on the modules that hold trainable parameters of their own, for a few steps only.
+
+    `recorded` and `unrecorded` hold the paths of the modules that were called with and without gradients enabled, in
+    order of their first call. Recomputation by activation checkpointing counts: with the reentrant kind, it is the
+    only call that builds a graph, and `reentrant` holds the paths that it ran. `reach` holds all paths whose calls can
+    be seen: none inside a compiled module.
+
+    Of a ModuleList some of whose members are never called, `chained` tells whether the others run one after another.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self.recorded: dict[str, None] = {}
+        self.unrecorded: dict[str, None] = {}
+        self.reentrant: set[str] = set()
+        self.reach = frozenset(watch.tap.names)
+        self._watch = watch
+        self._forwards = 0
+        self._counts: dict[str, list[int]] = {}
+        self._pairs: dict[str, str] = {}
+        self._chains: set[str] = set()
+        self._handles: list[Any] = []
+        watch.forward_begins.append(self._forward_begins)
+        for path, module in zip(watch.tap.names, watch.tap.modules, strict=True):
+            if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+                self._handles.append(Uncopiable(module.register_forward_pre_hook(_CallHook(self, path, module))))
+
+    def close(self) -> None:
+        """Take the hooks away; what was noted stays. May run twice."""
+        while self._handles:
+            self._handles.pop().remove()
+        if self._forward_begins in self._watch.forward_begins:
+            self._watch.forward_begins.remove(self._forward_begins)
+
+    @property
+    def muted(self) -> bool:
+        """Whether the model is being called by gpt_guard itself."""
+        return self._watch.inspection.functions.muted
+
+    def ran(self, path: str) -> bool:
+        """Whether the module at this path, or one inside it, was called with a graph."""
+        inside = path + "."
+        return any(called == path or called.startswith(inside) for called in self.recorded)
+
+    def chained(self, container: str, *, least: int) -> bool:
+        """Whether a list of layers runs as a chain that leaves a member out: no router, no stochastic depth.
+
+        That is: the same members were called in each of at least `least` forwards, and the last of them works on what
+        the one before it computed. Experts and heads stand side by side, and a choice that varies calls others.
+        """
+        called = [path for path in self._members(container) if self.ran(path)]
+        return (
+            container in self._chains
+            and self._forwards >= least
+            and all(self._calls_of(path) == self._forwards for path in called)
+        )
+
+    def _members(self, container: str) -> list[str]:
+        prefix = f"{container}." if container else ""
+        return [prefix + name for name, _ in self._watch.model.get_submodule(container).named_children()]
+
+    def _calls_of(self, path: str) -> int:
+        """In how many forwards the module, or one inside it, was called."""
+        inside = path + "."
+        counts = (count for called, (_, count) in self._counts.items() if called == path or called.startswith(inside))
+        return max(counts, default=0)
+
+    def _forward_begins(self) -> None:
+        if self._watch.evaluation:
+            return
+        self._forwards += 1
+        if self._forwards != 2:
+            return
+        # The first forward has shown the order of calls. The lists that it did not use up are looked at in this one.
+        for path, module in self._watch.model.named_modules():
+            if isinstance(module, nn.ModuleList):
+                members = self._members(path)
+                called = sorted((each for each in members if self.ran(each)), key=self._place)
+                if 2 <= len(called) < len(members):
+                    self._pairs[called[-1]] = called[-2]
+
+    def _place(self, member: str) -> int:
+        """When the member, or a module inside it, was first called."""
+        inside = member + "."
+        return next(at for at, called in enumerate(self.recorded) if called == member or called.startswith(inside))
+
+    def note(self, path: str, args: Any) -> None:
+        """A module is called with gradients enabled."""
+        self.recorded.setdefault(path)
+        entry = self._counts.setdefault(path, [0, 0])
+        if entry[0] != self._forwards:
+            entry[:] = [self._forwards, entry[1] + 1]
+        for member in [each for each in self._pairs if path == each or path.startswith(each + ".")]:
+            # Once, at the first call inside of the member: later ones may come round again.
+            before = self._watch.model.get_submodule(self._pairs.pop(member))
+            weights = list(before.parameters())
+            if any(tensor.grad_fn is not None and reaches(tensor, weights) for _, tensor in walk(args)):
+                self._chains.add(member.rpartition(".")[0])
+
+
+class _CallHook(Uncopied):
+    """Acts for its own module only."""
+
+    def __init__(self, log: CallLog, path: str, module: nn.Module) -> None:
+        self._log = log
+        self._path = path
+        self._module = module
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        # A call of gpt_guard's own, to look at the model, is none of the loop's.
+        if module is self._module and not torch.compiler.is_compiling() and not self._log.muted:
+            if torch.is_grad_enabled():
+                self._log.note(self._path, args)
+                return
+            self._log.unrecorded.setdefault(self._path)
+            if self._path not in self._log.reentrant and runs_in(CheckpointFunction.forward.__code__):
+                self._log.reentrant.add(self._path)

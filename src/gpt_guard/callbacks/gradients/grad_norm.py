@@ -1,0 +1,260 @@
+"""GradNormMonitor: gradients that are zero, missing, exploding, vanishing, uneven over depth, or always clipped."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from gpt_guard.callbacks.base import Guard
+from gpt_guard.callbacks.gradients import norm_findings
+from gpt_guard.callbacks.gradients.clipping import Clipping
+from gpt_guard.callbacks.gradients.depth import DepthProfile
+from gpt_guard.callbacks.gradients.history import RobustHistory, Standing
+from gpt_guard.callbacks.gradients.missing_gradients import MissingGradients
+from gpt_guard.callbacks.gradients.norm_track import NormTrack
+from gpt_guard.callbacks.settings import check_types
+from gpt_guard.errors import GuardUsageError
+from gpt_guard.hooks.watch import Watch
+from gpt_guard.records import Finding, Observation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_IN_A_ROW = 3
+# One step on uncleared gradients may be a slip at a boundary; a second in a row is how the loop works.
+_UNCLEARED = 2
+_FROM_THE_START = 50
+
+
+class GradNormMonitor(Guard):
+    """Judges the gradient norm of each step, unclipped and unscaled, against the run's own history.
+
+    `warn_above` is an absolute limit (off by default). `spike_factor` is how many times the median of the last `window`
+    usual norms is a spike, `vanish_factor` how small a part of it is vanished when it lasts for `vanish_steps` steps
+    and the loss has not fallen; both only beyond `sigmas` robust standard deviations and after `least` norms. A new
+    level that lasts `adopt_after` steps becomes the history. `missing_after` and `conditional_after` are the steps
+    without a gradient after which a parameter is reported, the second for a module left out of the calls while others
+    of its ModuleList or ModuleDict ran. `depth_limit` bounds the ratio of the gradient per weight in the first and the
+    last block, in the median of the first `depth_steps` steps. Clipping is reported if `clip_share` of the last
+    `clip_window` steps were clipped, by a factor of `clip_ratio` in the median, to one and the same norm.
+
+    `spike_factor` 10 and `clip_ratio` 2 follow Pascanu, Mikolov & Bengio, "On the difficulty of training recurrent
+    neural networks" (ICML 2013): thresholds from half to ten times the average norm of a run still converge. The
+    falling-off over depth is the picture of Glorot & Bengio, "Understanding the difficulty of training deep feedforward
+    neural networks" (AISTATS 2010); the limit of 1e-4 is far beyond what their networks, which do train, show.
+
+    Reads nothing from the device itself. Raises GuardUsageError for a limit that cannot work.
+    """
+
+    light: ClassVar[frozenset[str]] = frozenset()
+    late = True
+
+    def __init__(
+        self,
+        *,
+        warn_above: float | None = None,
+        spike_factor: float = 10.0,
+        vanish_factor: float = 1e-3,
+        vanish_steps: int = 10,
+        sigmas: float = 6.0,
+        window: int = 100,
+        least: int = 20,
+        adopt_after: int = 20,
+        missing_after: int = 3,
+        conditional_after: int = 50,
+        depth_limit: float = 1e-4,
+        depth_steps: int = 5,
+        clip_window: int = 50,
+        clip_share: float = 0.9,
+        clip_ratio: float = 2.0,
+    ) -> None:
+        check_types(GradNormMonitor, locals())
+        _check(warn_above is None or warn_above > 0.0, "warn_above", warn_above, "a norm above 0, or None")
+        _check(spike_factor > 1.0, "spike_factor", spike_factor, "a factor above 1")
+        _check(0.0 <= vanish_factor < 1.0, "vanish_factor", vanish_factor, "a factor from 0 (off) to below 1")
+        _check(1 <= vanish_steps <= adopt_after, "vanish_steps", vanish_steps, f"1 to adopt_after ({adopt_after})")
+        _check(1 <= missing_after < conditional_after, "missing_after", missing_after, "1 to below conditional_after")
+        _check(0.0 <= depth_limit < 1.0, "depth_limit", depth_limit, "a ratio from 0 (off) to below 1")
+        _check(depth_steps >= 1, "depth_steps", depth_steps, "at least 1")
+        _check(clip_window >= 10, "clip_window", clip_window, "at least 10 steps")
+        _check(0.0 < clip_share <= 1.0, "clip_share", clip_share, "a share above 0, up to 1")
+        _check(clip_ratio > 1.0, "clip_ratio", clip_ratio, "a factor above 1")
+        self._warn_above = math.inf if warn_above is None else warn_above
+        self._spike, self._vanish, self._vanish_steps = spike_factor, vanish_factor, vanish_steps
+        self._window, self._least, self._sigmas, self._adopt_after = window, least, sigmas, adopt_after
+        self._missing_after, self._conditional_after = missing_after, conditional_after
+        self._depth_limit, self._depth_steps = depth_limit, depth_steps
+        self._clip_window, self._clip_share, self._clip_ratio = clip_window, clip_share, clip_ratio
+        self._new_track()  # raises now, not in the middle of a run, for a history that cannot work
+        self._tracks: dict[int, NormTrack] = {}
+        self._optimizers: list[weakref.ref[Any]] | None = None
+        self._missing: MissingGradients | None = None
+        self._depth: DepthProfile | None = None
+        self._backwards = 0
+        self._graphless = False
+        self._zero_ends: dict[int, tuple[Observation, int]] = {}
+
+    def _new_track(self) -> NormTrack:
+        history = RobustHistory(
+            window=self._window, least=self._least, sigmas=self._sigmas, adopt_after=self._adopt_after
+        )
+        clipping = Clipping(window=self._clip_window, share=self._clip_share, ratio=self._clip_ratio)
+        return NormTrack(history, clipping, longest_streak=self._adopt_after)
+
+    def attach(self, watch: Watch) -> None:
+        super().attach(watch)
+        before, self._optimizers = self._optimizers, [weakref.ref(optimizer) for optimizer in watch.optimizers]
+        if before is not None and [ref() for ref in before] != list(watch.optimizers):
+            # Another run: its usual level is not known yet.
+            self._tracks.clear()
+        self._missing = MissingGradients(watch, first=self._missing_after, patience=self._conditional_after)
+        self._depth = DepthProfile(watch, limit=self._depth_limit, steps=self._depth_steps)
+
+    def detach(self) -> None:
+        if self._missing is not None:
+            self._missing.close()
+        self._missing = self._depth = None
+        super().detach()
+
+    def before_backward(self, loss: Tensor) -> None:
+        # Two attributes of the tensor: nothing is read. A leaf has no graph.
+        if loss.is_leaf and loss.requires_grad and self._ours(loss):
+            self._graphless = True
+            self.watch.submit(norm_findings.no_graph(str(tuple(loss.shape)), self.watch.step))
+
+    def _ours(self, loss: Tensor) -> bool:
+        """Whether a loss without a graph was meant for this model: the model ran, could learn, and is stepped."""
+        watch = self.watch
+        trainable = any(parameter.requires_grad for parameter in watch.parameters.values())
+        return bool(watch.tap.calls and watch.optimizers and trainable and watch.name_of(loss) is None)
+
+    def after_backward(self) -> None:
+        self._backwards += 1
+
+    def judge(self, seen: Observation) -> Iterable[Finding]:
+        if seen.skipped or seen.evaluation:
+            return ()
+        track = self._tracks.get(seen.optimizer)
+        if track is None:
+            track = self._tracks[seen.optimizer] = self._new_track()
+        if not self._is_usual(track, seen):
+            return self._judge(track, seen)
+        return () if track.scaling.told else track.clipping.judge(seen)
+
+    def _is_usual(self, track: NormTrack, seen: Observation) -> bool:
+        """Whether only clipping needs a look in this step: it is then counted. Nearly all steps are, after the first.
+
+        Tests what `_judge` does, in the same order; of one that is not usual nothing is counted here.
+        """
+        readings, norm = seen.readings, seen.grad_norm
+        if readings.get("grads_uncleared") or track.scaling.concerns(seen) or self._zero_ends:
+            return False
+        if self._depth is not None or not (self._missing is None or self._missing.settled(seen.optimizer)):
+            return False
+        if not norm or not seen.grad_norm_clipped or not norm <= self._warn_above:
+            return False
+        if not readings.get("backwards", self._backwards - track.backwards):
+            return False
+        factor = track.history.usual(norm, high=self._spike, low=self._vanish)
+        if not factor:
+            return False
+        track.backwards, track.zeros, track.empty, track.factor = self._backwards, 0, 0, factor
+        track.take_loss(seen.loss)
+        return True
+
+    def _judge(self, track: NormTrack, seen: Observation) -> Iterator[Finding]:
+        # Zeros that were not cleared are no harm: a zero_grad() in the wrong place is told below. What the version
+        # counters suspect must have been there: gradients cleared through .data look uncleared to them.
+        uncleared = seen.readings.get("grads_uncleared", 0)
+        if uncleared >= _UNCLEARED and seen.readings.get("grads_left") and seen.grad_norm_clipped:
+            yield norm_findings.uncleared(seen, uncleared)
+        # Of what follows, most is over after the first steps or concerns few loops: those are not called in vain.
+        if track.scaling.concerns(seen):
+            yield from track.scaling.judge(seen)
+        # Those of a light step are not counted here: it has one.
+        backwards, track.backwards = seen.readings.get("backwards", self._backwards - track.backwards), self._backwards
+        if self._missing is not None and not self._missing.settled(seen.optimizer):
+            # Which modules ran can only be asked at once.
+            self.watch.pace.doubt(2)
+            yield from self._missing.judge(seen)
+        norm = seen.grad_norm
+        if not norm or not seen.grad_norm_clipped or (not backwards and self._without_gradients(seen.optimizer)):
+            yield from self._judge_nothing(track, seen, backwards)
+            return
+        track.zeros = track.empty = 0
+        self._zero_ends.clear()
+        # Non-finite norms belong to FiniteGuard; here they only must not enter a history.
+        if norm < math.inf:
+            yield from self._judge_level(track, seen, norm)
+            if self._depth is not None:
+                yield from self._depth.judge(seen)
+                if self._depth.finished:
+                    self._depth = None
+            if not track.scaling.told:
+                yield from track.clipping.judge(seen)
+
+    def _without_gradients(self, index: int) -> bool:
+        """Whether nothing is there to apply, whatever was measured after an earlier backward; reads no values."""
+        return self._watch is not None and all(p.grad is None for p in self.watch.held_by(index).values())
+
+    def _judge_nothing(self, track: NormTrack, seen: Observation, backwards: int) -> Iterator[Finding]:
+        # LoopOrder names the clipping limit that takes every gradient away.
+        track.clipped_away = track.clipped_away or "clipped_away" in seen.readings
+        if track.clipped_away:
+            return
+        track.count_nothing(seen)
+        # Easy triplets and rewards that have not come yet make losses of 0 in the first steps.
+        patience = _IN_A_ROW if track.trained else _FROM_THE_START
+        if track.zeros and (track.zeros == patience or seen.loss):
+            self._zero_ends.pop(seen.optimizer, None)
+            dwindled = bool(track.losses) and track.memorised(track.losses[-1])
+            yield norm_findings.zero_norm(seen, track.zeros, trained=track.trained, dwindled=dwindled)
+        elif track.zeros and track.zeros < patience and not track.trained:
+            self._zero_ends[seen.optimizer] = (seen, track.zeros)
+        elif track.empty == _IN_A_ROW and not self._graphless:
+            held = sum(parameter.requires_grad for parameter in self.watch.held_by(seen.optimizer).values())
+            if held:
+                yield norm_findings.nothing_to_apply(seen, track.empty, held, backwards)
+
+    def _judge_level(self, track: NormTrack, seen: Observation, norm: float) -> Iterator[Finding]:
+        if norm > self._warn_above:
+            yield norm_findings.above_limit(seen, self._warn_above)
+        track.take_loss(seen.loss)
+        standing: Standing | None = track.history.take(norm, high=self._spike, low=self._vanish)
+        if standing is None:
+            return
+        sudden = standing.factor >= 2.0 and track.sudden(standing.factor)
+        if standing.side == "usual":
+            track.factor = standing.factor
+            return
+        if standing.side == "high":
+            memorised = track.memorised(seen.loss)
+            yield norm_findings.too_high(seen, standing, self._spike, memorised=memorised, sudden=sudden)
+        elif standing.streak >= self._vanish_steps and track.loss_stalled(standing.streak):
+            yield norm_findings.too_low(seen, standing, track.loss_before(standing.streak))
+
+    def finish(self) -> Iterator[Finding]:
+        """Tell what a short run left no time for."""
+        if self._missing is not None:
+            yield from self._missing.finish()
+        for seen, zeros in self._zero_ends.values():
+            if zeros >= _IN_A_ROW:
+                yield norm_findings.zero_norm(seen, zeros, trained=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tracks": {str(index): track.state_dict() for index, track in self._tracks.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._tracks.clear()
+        self._optimizers = None
+        for index, saved in state["tracks"].items():
+            track = self._tracks[int(index)] = self._new_track()
+            track.backwards = self._backwards
+            track.load_state_dict(saved)
+
+
+def _check(holds: bool, name: str, given: object, expected: str) -> None:
+    if not holds:
+        raise GuardUsageError(f"GradNormMonitor({name}={given!r}) cannot work: expected {expected}")

@@ -1,0 +1,223 @@
+"""Trainable parameters that get no gradient, by name, and why: an unused layer, a cut graph, or no backward at all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import nn
+
+from gpt_guard.callbacks.gradients.calls import CallLog
+from gpt_guard.catalogue import finding
+from gpt_guard.hooks.watch import Watch
+from gpt_guard.records import Finding, Moment, Observation, Severity
+
+_LISTED = 20
+_SHOWN = 6
+# More steps than `first` to be sure that a list is no router and no stochastic depth.
+_SURER = 2
+
+_SENTENCES = {
+    "graph_cut": "ran with gradients enabled, but nothing it computed reached the loss through the graph",
+    "unused_parameter": "ran, and other parameters in it got a gradient",
+    "no_grad": "ran only with gradients disabled",
+    "reentrant": "ran in a reentrant checkpoint, none of whose inputs requires a gradient",
+    "unused_layer": "was never called",
+    "skipped_layer": "was never called, while all others of its list ran one after another in every forward",
+    "dead_branch": "was never called, although others of its list were",
+    "unknown": "cannot be seen from here (compiled)",
+}
+
+
+# A kind of its own for the sentence, told under the cause of another.
+_CAUSES = {"skipped_layer": "unused_layer"}
+
+
+class MissingGradients:
+    """Judges the first steps of each optimizer: which of the parameters that it holds never got a gradient.
+
+    After `first` steps without one a parameter is reported; after `patience` steps, as information, if its module was
+    not called while others of the same ModuleList or ModuleDict were: an expert without tokens, stochastic depth,
+    another task's head. A list whose other members ran as a chain in every forward has no such choice: its layer is
+    reported two steps after `first`, or at the end of a run that is shorter.
+    Frozen and empty parameters are never counted; tensors that are not the model's belong to ParamDeltaProbe. Costs
+    nothing once every parameter has had a gradient.
+    """
+
+    def __init__(self, watch: Watch, *, first: int, patience: int) -> None:
+        self._watch = watch
+        self._first = first
+        self._patience = patience
+        self._calls = CallLog(watch)
+        self._steps: Counter[int] = Counter()
+        self._judged = 0
+        self._without: dict[int, list[str]] = {}
+        self._last: dict[int, Observation] = {}
+
+    def close(self) -> None:
+        """Take the hooks away; may run twice."""
+        self._calls.close()
+
+    def settled(self, index: int) -> bool:
+        """Whether nothing is left to judge of this optimizer: each parameter has had a gradient, or was told."""
+        return self._without.get(index) == []
+
+    def judge(self, seen: Observation) -> Iterator[Finding]:
+        """Yield at most one finding for each optimizer, and one more when patience ends."""
+        index = seen.optimizer
+        without = self._without.get(index)
+        if without is None:
+            held = self._watch.held_by(index)
+            own = {name: held[name] for name in held if name not in self._watch.extra}
+            without = [name for name, p in own.items() if p.requires_grad and p.numel()]
+        elif not without:
+            return
+        held = self._watch.held_by(index)
+        norms = seen.grad_norms
+        without = [name for name in without if norms.get(name) is None and held[name].requires_grad]
+        self._without[index] = without
+        self._steps[index] += 1
+        if self._steps[index] == self._first and without:
+            yield from self._report_first(index, without, seen)
+        elif self._steps[index] == self._first + _SURER and without:
+            yield from self._report_skipped(index, seen, self._first + _SURER)
+        elif self._steps[index] == self._patience and without:
+            yield self._finding(index, without, seen, self._patience, Severity.INFO)
+            self._without[index] = []
+        self._last[index] = seen
+        self._judged += 1
+        if self._judged >= self._patience or self._all_settled():
+            self._calls.close()
+
+    def finish(self) -> Iterator[Finding]:
+        """Tell of a layer that a chain leaves out, where the run was too short to be sooner."""
+        for index, seen in self._last.items():
+            if self._first <= self._steps[index] < self._first + _SURER:
+                yield from self._report_skipped(index, seen, self._steps[index])
+
+    def _report_skipped(self, index: int, seen: Observation, steps: int) -> Iterator[Finding]:
+        skipped = [name for name in self._without[index] if self._skipped(name, least=steps)]
+        if skipped:
+            self._without[index] = [name for name in self._without[index] if name not in set(skipped)]
+            yield self._finding(index, skipped, seen, steps, Severity.WARNING)
+
+    def _skipped(self, name: str, *, least: int) -> bool:
+        path = self._watch.owner_of(name)[0]
+        parts = path.split(".")
+        containers = [".".join(parts[:count]) for count in range(len(parts))]
+        return any(self._calls.chained(each, least=least) for each in containers if not self._calls.ran(path))
+
+    def _all_settled(self) -> bool:
+        return len(self._without) == len(self._watch.optimizers) and not any(self._without.values())
+
+    def _report_first(self, index: int, without: list[str], seen: Observation) -> Iterator[Finding]:
+        waiting = [name for name in without if self._conditional(name)]
+        if any(self._calls.ran(self._watch.owner_of(name)[0]) for name in without):
+            # What ran before it with a graph has no gradient either: no_grad has cut it, and nobody chose.
+            waiting = [name for name in waiting if self._watch.owner_of(name)[0] not in self._calls.unrecorded]
+        now = [name for name in without if name not in set(waiting)]
+        self._without[index] = waiting
+        # None at all is another story, told as GG208 by whoever counts empty steps.
+        if not now or not any(norm is not None for norm in seen.grad_norms.values()):
+            return
+        yield self._finding(index, now, seen, self._first, Severity.WARNING)
+
+    def _conditional(self, name: str) -> bool:
+        """Whether the module was left out of the calls by choice: it did not run, one beside it in a list did."""
+        path = self._watch.owner_of(name)[0]
+        if path in self._calls.reentrant:
+            return False
+        while path:
+            parent, _, own = path.rpartition(".")
+            try:
+                container = self._watch.model.get_submodule(parent)
+            except AttributeError:
+                return False
+            if isinstance(container, (nn.ModuleList, nn.ModuleDict)) and not self._calls.ran(path):
+                others = (key for key, _ in container.named_children() if key != own)
+                if any(self._calls.ran(f"{parent}.{key}" if parent else key) for key in others):
+                    return True
+            path = parent
+        return False
+
+    def _kind(self, name: str, gradient_paths: set[str]) -> str:
+        path = self._watch.owner_of(name)[0]
+        if path not in self._calls.reach:
+            return "unknown"
+        if path in self._calls.recorded:
+            inside = f"{path}." if path else ""
+            works = any(owner == path or owner.startswith(inside) for owner in gradient_paths)
+            return "unused_parameter" if works else "graph_cut"
+        if path in self._calls.unrecorded:
+            return "reentrant" if path in self._calls.reentrant else "no_grad"
+        if self._skipped(name, least=self._first):
+            return "skipped_layer"
+        return "dead_branch" if self._conditional(name) else "unused_layer"
+
+    def _finding(self, index: int, names: list[str], seen: Observation, steps: int, severity: Severity) -> Finding:
+        owners = {self._watch.owner_of(name)[0] for name, norm in seen.grad_norms.items() if norm is not None}
+        kinds = {name: self._kind(name, owners) for name in names}
+        counts = Counter(kinds.values())
+        trainable = sum(p.requires_grad for p in self._watch.held_by(index).values())
+        why = " ".join(
+            f"{_example(kinds, kind)} {_SENTENCES[kind]}{f' ({count} parameters)' if count > 1 else ''}."
+            for kind, count in counts.most_common()
+        )
+        return finding(
+            "GG202",
+            f"{len(names)} of {trainable} trainable parameters got no gradient in any of the first {steps} steps: "
+            f"{shown(names)}. {why}{self._cut_place(kinds, owners)}",
+            likely=_likely(counts),
+            severity=severity,
+            step=seen.step,
+            moment=Moment.BEFORE_STEP,
+            module=common_path(names),
+            parameter=names[0] if len(names) == 1 else None,
+            cause_id=f"optimizer {index}, {steps} steps",
+            evidence={"parameters": names[:_LISTED], "count": len(names), "trainable": trainable, "why": dict(counts)},
+        )
+
+    def _cut_place(self, kinds: dict[str, str], owners: set[str]) -> str:
+        """Name the modules between which the graph ends, from the order of the calls."""
+        cut = {
+            self._watch.owner_of(name)[0]
+            for name, kind in kinds.items()
+            if kind in ("graph_cut", "no_grad", "reentrant")
+        }
+        called = list(self._calls.recorded)
+        order = [path for path in called if path in cut]
+        if not order:
+            return ""
+        after = next((path for path in called[called.index(order[-1]) + 1 :] if path in owners), None)
+        if after is None:
+            return ""
+        return f" The last of them to be called is `{order[-1]}`; the next module that got a gradient is `{after}`."
+
+
+def _likely(counts: Counter[str]) -> list[str]:
+    """Cause keys, the most frequent first; what ran without a graph explains why the graph ends before it."""
+    kinds = sorted(counts, key=lambda kind: (kind not in ("no_grad", "reentrant"), -counts[kind]))
+    return [_CAUSES.get(kind, kind) for kind in kinds if kind != "unknown"]
+
+
+def _example(kinds: dict[str, str], kind: str) -> str:
+    name = next(name for name, own in kinds.items() if own == kind)
+    return f"The module of `{name}`"
+
+
+def shown(names: Iterator[str] | list[str] | dict[str, float | None]) -> str:
+    """The first few names, and how many more there are."""
+    listed = list(names)
+    more = len(listed) - _SHOWN
+    return ", ".join(listed[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def common_path(names: list[str]) -> str:
+    """The path of the innermost module that holds all of these parameters; "" is the model itself."""
+    split = [name.split(".")[:-1] for name in names]
+    common: list[str] = []
+    for parts in zip(*split, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)

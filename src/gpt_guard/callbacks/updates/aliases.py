@@ -1,0 +1,83 @@
+"""One tensor in two places: twice in an optimizer, or as a frozen parameter on the storage of a trained one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gpt_guard.callbacks.updates.param_plan import listed
+from gpt_guard.callbacks.updates.param_sample import local
+from gpt_guard.catalogue import finding
+from gpt_guard.hooks.watch import Watch
+from gpt_guard.records import Finding, Moment
+
+
+def aliases(watch: Watch, optimizer: Optimizer) -> Iterator[Finding]:
+    """GG320 and GG306; looks at identities and addresses only, once for each optimizer."""
+    yield from _twice(watch, optimizer)
+    yield from _on_one_storage(watch, optimizer)
+
+
+def _twice(watch: Watch, optimizer: Optimizer) -> Iterator[Finding]:
+    everything = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    counts = Counter(map(id, everything))
+    if len(counts) == len(everything):
+        return
+    names = {id(tensor): watch.name_of(tensor) or "a tensor added later" for tensor in everything}
+    twice = [names[key] for key, count in counts.items() if count > 1]
+    paths: Counter[int] = Counter(id(tensor) for _, tensor in watch.model.named_parameters(remove_duplicate=False))
+    tied = any(counts[key] > 1 and paths[key] > 1 for key in counts)
+    path, kind = watch.owner_of(twice[0])
+    yield finding(
+        "GG320",
+        f"{len(twice)} parameter{'s stand' if len(twice) > 1 else ' stands'} more than once in the parameter groups of "
+        f"{type(optimizer).__name__}: {listed(twice)}.",
+        likely=["tied" if tied else "groups_overlap"],
+        step=watch.step,
+        moment=Moment.AFTER_STEP,
+        module=path,
+        module_class=kind,
+        parameter=twice[0],
+        evidence={"parameters": list(twice[:50]), "count": len(twice)},
+    )
+
+
+def _on_one_storage(watch: Watch, optimizer: Optimizer) -> Iterator[Finding]:
+    held = {id(tensor): tensor for group in optimizer.param_groups for tensor in group["params"]}
+    frozen = {
+        name: tensor
+        for name, tensor in watch.model.named_parameters()
+        if not tensor.requires_grad and id(tensor) not in held
+    }
+    if not frozen:
+        return
+    trained = {_address(tensor): tensor for tensor in held.values() if tensor.requires_grad and _address(tensor)}
+    # The same values, from the first to the last: flat parameters keep different ones in one storage.
+    shared = {name: trained[at] for name, tensor in frozen.items() if (at := _address(tensor)) in trained}
+    if not shared:
+        return
+    names = list(shared)
+    pairs = [f"`{name}` with `{watch.name_of(tensor) or 'a tensor added later'}`" for name, tensor in shared.items()]
+    path, kind = watch.owner_of(names[0])
+    many = len(names) > 1
+    yield finding(
+        "GG306",
+        f"{len(names)} parameter{'s' if many else ''} with requires_grad=False share{'' if many else 's'} storage with "
+        f"what {type(optimizer).__name__} trains, and {'move' if many else 'moves'} along with it: "
+        f"{', '.join(pairs[:3])}.",
+        likely=["shared"],
+        step=watch.step,
+        moment=Moment.AFTER_STEP,
+        module=path,
+        module_class=kind,
+        parameter=names[0],
+        evidence={"parameters": list(names[:50]), "count": len(names)},
+    )
+
+
+def _address(tensor: Tensor) -> tuple[int, int] | None:
+    values = local(tensor)
+    return None if values is None else (values.data_ptr(), values.numel())

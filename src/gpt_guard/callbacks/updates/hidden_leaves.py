@@ -1,0 +1,218 @@
+"""Trainable tensors that the loss depends on and that neither the model nor an optimizer knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import Tensor, nn
+
+from gpt_guard.callbacks.updates.param_still import Still
+from gpt_guard.callbacks.updates.referrers import holders
+from gpt_guard.catalogue import finding
+from gpt_guard.hooks.autograd_graph.reach import leaves
+from gpt_guard.hooks.tensors import walk
+from gpt_guard.hooks.unregistered import Hidden, find_hidden, shapes_of
+from gpt_guard.hooks.watch import Watch
+from gpt_guard.records import Finding, Moment, Severity
+
+_MOST_WALKS = 12
+# Forward passes in a row that make new parameters of the same shapes.
+_FRESH = 3
+# Somebody's own update of them, as a centre loss makes it by hand, comes within so many steps; a short run has fewer.
+_PATIENCE, _SHORT = 10, 3
+# In the place of a name, where no attribute holds them.
+_OUTSIDE, _MADE_ANEW = "outside", "fresh"
+
+
+def unknown_to_model(said: Iterable[str]) -> list[str]:
+    """The attributes that hold trainable tensors unknown to the model, of what has been said."""
+    names = (each.removeprefix("GG303 ") for each in said if each.startswith("GG303 "))
+    return sorted(name for name in names if name not in (_OUTSIDE, _MADE_ANEW))
+
+
+class HiddenLeaves:
+    """Walks the graph of the first few losses that reach the model, and tells of a suspicion once it is proved.
+
+    Proved is: the values have not changed since, and no optimizer of this process holds the tensors. What an attribute
+    of the model holds is told one step later; what another object or nobody holds, after ten steps, since it may be
+    trained now and then by somebody else, as the other model of a GAN is.
+    """
+
+    def __init__(self, watch: Watch, inspect_steps: int, said: set[str]) -> None:
+        self._watch = watch
+        self._inspect = inspect_steps
+        self._said = said
+        self._walks = 0
+        self._own_walks = 0
+        self._hidden: dict[str, tuple[Hidden, Still]] = {}
+        self._outside: dict[int, nn.Parameter] = {}
+        self._still: Still | None = None
+        self._twice: set[int] = set()
+        self._fresh: list[tuple[int, ...]] = []
+        self._fresh_walks = 0
+
+    @property
+    def settled(self) -> bool:
+        """Whether enough losses have been looked at, and nothing is suspected: no later loss needs a look."""
+        most = _MOST_WALKS * self._inspect
+        waits = self._still is not None and self._walks < 2 * most
+        looks = (self._own_walks < self._inspect or self._growing) and self._walks < most
+        return not (self._hidden or waits or looks)
+
+    @property
+    def _growing(self) -> bool:
+        """Whether the last walk met parameters that may be made anew each time."""
+        return 0 < self._fresh_walks < _FRESH and self._own_walks < self._inspect + _FRESH
+
+    def before_backward(self, loss: Tensor) -> Iterator[Finding]:
+        """Look at a loss, and tell what was suspected some steps ago."""
+        if self._hidden:
+            yield from self._tell_hidden(self._watch.step, _PATIENCE)
+        due = self._still is not None and self._watch.step >= self._still.step + _PATIENCE
+        # Losses of other models pass here too, and a walk each for all of them would cost.
+        left = _MOST_WALKS * self._inspect * (2 if due else 1) - self._walks
+        if left > 0 and (due or self._growing or self._own_walks < self._inspect):
+            self._walks += 1
+            yield from self._walk(loss, due=due)
+
+    def _walk(self, loss: Tensor, *, due: bool) -> Iterator[Finding]:
+        found = leaves(loss)
+        model = {id(parameter) for parameter in self._watch.model.parameters()}
+        if not any(id(leaf) in model for leaf in found):
+            return
+        self._own_walks += 1
+        foreign = [leaf for leaf in found if id(leaf) not in model and self._watch.name_of(leaf) is None]
+        named: set[int] = set()
+        for hidden in find_hidden(self._watch.model, foreign, deep=True) if foreign else ():
+            named |= {id(tensor) for tensor in hidden.tensors}
+            if f"GG303 {hidden.name}" not in self._said:
+                self._hidden.setdefault(hidden.name, (hidden, Still(hidden.tensors, self._watch.step)))
+        rest = [leaf for leaf in foreign if isinstance(leaf, nn.Parameter) and id(leaf) not in named]
+        self._twice |= {id(leaf) for leaf in rest if id(leaf) in self._outside}
+        yield from self._count_fresh([leaf for leaf in rest if id(leaf) not in self._outside])
+        if due:
+            self._outside = {id(leaf): leaf for leaf in rest if id(leaf) in self._outside}
+            yield from self._tell_outside()
+        elif f"GG303 {_OUTSIDE}" not in self._said:
+            self._outside |= {id(leaf): leaf for leaf in rest}
+            if rest and self._still is None:
+                self._still = Still(rest, self._watch.step)
+
+    # Held by an attribute.
+
+    def _tell_hidden(self, step: int, patience: int) -> Iterator[Finding]:
+        for name, (hidden, still) in list(self._hidden.items()):
+            if step < still.step + (patience if hidden.indirect else 1):
+                continue
+            del self._hidden[name]
+            if holders(hidden.tensors).stepped or not still.unchanged():
+                continue
+            self._said.add(f"GG303 {name}")
+            yield self._hidden_finding(name, hidden, still.step)
+
+    def _hidden_finding(self, name: str, hidden: Hidden, step: int) -> Finding:
+        count, many = len(hidden.tensors), len(hidden.tensors) > 1
+        size = sum(tensor.numel() for tensor in hidden.tensors)
+        computed = "computed" in hidden.kind
+        plain = not computed and ("tensor" in hidden.kind or "Parameter" in hidden.kind)
+        place = f"{'behind' if computed else 'in'} attribute `{name}` ({hidden.kind}) of {hidden.module_class}"
+        return finding(
+            "GG303",
+            f"The loss depends on {count} trainable leaf tensor{'s' if many else ''} ({hidden.shapes}; {size:,} "
+            f"elements) that {'are' if many else 'is'} neither in model.parameters() nor in an optimizer. "
+            f"{'They are' if many else 'It is'} {place}, and step {step} did not change {'them' if many else 'it'}.",
+            step=step,
+            moment=Moment.BEFORE_BACKWARD,
+            module=hidden.path,
+            module_class=hidden.module_class,
+            parameter=name,
+            likely=["computed"] if computed else ["plain_tensor"] if plain else [],
+            evidence={"attribute": name, "tensors": count, "elements": size, "shapes": hidden.shapes},
+        )
+
+    # Held by nobody that the model knows.
+
+    def _count_fresh(self, new: Sequence[nn.Parameter]) -> Iterator[Finding]:
+        """Parameters that the graph alone keeps alive, others in each forward pass."""
+        if new:
+            given = {id(leaf) for _, tensor in walk(self._watch.tap.inputs) for leaf in leaves(tensor)}
+            new = [leaf for leaf in new if id(leaf) not in given and leaf.grad is None]
+        shapes = [tuple(leaf.shape) for leaf in new]
+        self._fresh_walks = self._fresh_walks + 1 if new and shapes == self._fresh else int(bool(new))
+        self._fresh = shapes
+        if self._fresh_walks < _FRESH or f"GG303 {_MADE_ANEW}" in self._said:
+            return
+        held = holders(new)
+        if held.stepped or held.names:
+            return
+        self._said.add(f"GG303 {_MADE_ANEW}")
+        yield self._outside_finding(
+            new,
+            f"Each of the last {_FRESH} forward passes used {len(new)} new nn.Parameter object"
+            f"{'s' if len(new) > 1 else ''} ({shapes_of(new)}) that no module and no optimizer holds by now: made "
+            "anew in forward() or in the loss each time, and never trained.",
+            "fresh",
+        )
+
+    def _tell_outside(self) -> Iterator[Finding]:
+        """Persistent parameters of something beside the model."""
+        outside, still = list(self._outside.values()), self._still
+        self._outside, self._still = {}, None
+        if not outside or still is None or f"GG303 {_OUTSIDE}" in self._said:
+            return
+        held = holders(outside)
+        if held.stepped:
+            # By far the most usual: the other model of a GAN.
+            outside = [leaf for leaf in outside if id(leaf) not in held.stepped]
+            held = holders(outside) if outside else held
+        outside = [leaf for leaf in outside if still.unchanged_one(leaf)]
+        if not outside:
+            return
+        self._said.add(f"GG303 {_OUTSIDE}")
+        names = f": {', '.join(held.names[:3])}" if held.names else ""
+        size = sum(leaf.numel() for leaf in outside)
+        yield self._outside_finding(
+            outside,
+            f"The loss depends on {len(outside)} nn.Parameter object{'s' if len(outside) > 1 else ''} "
+            f"({shapes_of(outside)}; {size:,} elements{names}) that no optimizer of this process and no attribute of "
+            f"the model holds. No step since {still.step} changed {'them' if len(outside) > 1 else 'it'}"
+            + (
+                ". The modules that hold them are in eval mode, as those are that should not train."
+                if held.resting
+                else "."
+            ),
+            "outside",
+            severity=Severity.INFO if held.resting else Severity.WARNING,
+        )
+
+    def _outside_finding(
+        self, tensors: Sequence[Tensor], seen: str, kind: str, severity: Severity = Severity.WARNING
+    ) -> Finding:
+        return finding(
+            "GG303",
+            seen,
+            severity=severity,
+            step=self._watch.step,
+            moment=Moment.BEFORE_BACKWARD,
+            cause_id=kind,
+            likely=[kind],
+            evidence={
+                "tensors": len(tensors),
+                "elements": sum(tensor.numel() for tensor in tensors),
+                "shapes": shapes_of(tensors),
+            },
+        )
+
+    def finish(self) -> Iterator[Finding]:
+        """Tell what only waited for more steps: three are few, but all there are."""
+        step = self._watch.step
+        yield from self._tell_hidden(step, _SHORT)
+        if self._still is not None and step >= self._still.step + _SHORT:
+            self._outside = {key: leaf for key, leaf in self._outside.items() if key in self._twice}
+            yield from self._tell_outside()
+
+    def close(self) -> None:
+        """Drop every reference to tensors."""
+        self._hidden.clear()
+        self._outside.clear()
+        self._still = None

@@ -1,0 +1,237 @@
+"""Findings about parameters that do not move as they should, put into words with the figures of this run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gpt_guard.callbacks.updates.param_confirm import Verdict
+from gpt_guard.callbacks.updates.param_plan import listed
+from gpt_guard.catalogue import finding
+from gpt_guard.hooks.watch import Watch
+from gpt_guard.records import Finding, Observation, Severity
+from gpt_guard.records.render import learning_rate, learning_rates, number
+
+# State that Adam-like optimizers keep: with it, an element moves by about lr whatever the size of its gradient.
+_ADAPTIVE = frozenset({"exp_avg", "exp_avg_sq", "exp_inf", "square_avg", "sum"})
+_HALF_BYTES = 2
+# Share of the trainable elements; in a GPT the gains of all normalisation layers are well below it.
+_WORTH_SAYING = 0.05
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known about one step when a finding is written.
+
+    `lr` is that of each parameter, `ratio_low` the update-to-weight ratio below which a whole model stands still.
+    """
+
+    watch: Watch
+    optimizer: Optimizer
+    seen: Observation
+    lr: Mapping[str, float]
+    tensors: Mapping[str, Tensor]
+    ratio_low: float
+
+    def update_size(self, name: str) -> float:
+        """About how far the optimizer wants to move one element of a parameter."""
+        tensor = self.tensors[name]
+        if _ADAPTIVE & set(self.optimizer.state.get(tensor, ())):
+            return self.lr[name]
+        norm = self.seen.grad_norms.get(name) or 0.0
+        return self.lr[name] * norm / math.sqrt(tensor.numel())
+
+    def half_spacing(self, name: str, magnitude: float) -> float:
+        """The largest change of a value of this size that rounding to the nearest undoes: |w| * eps / 2."""
+        return magnitude * torch.finfo(self.tensors[name].dtype).eps / 2
+
+    def rounds_away(self, name: str, verdict: Verdict) -> bool:
+        """Whether the wanted update is smaller than what rounding undoes."""
+        return self.update_size(name) < self.half_spacing(name, verdict.magnitude)
+
+    def only_gains(self, names: Sequence[str], verdicts: Mapping[str, Verdict]) -> bool:
+        """Whether rounding undoes the updates of a few elements only, which is no reason to speak.
+
+        It does so with the gains of normalisation layers, which are near 1, in most runs in bfloat16.
+        """
+        few = self.elements(names) < _WORTH_SAYING * self.elements(self.tensors)
+        return few and all(self.rounds_away(name, verdicts[name]) for name in names)
+
+    def elements(self, names: Iterable[str]) -> int:
+        """How many trainable elements these parameters have."""
+        return sum(self.tensors[name].numel() for name in names if self.tensors[name].requires_grad)
+
+    def is_half(self, name: str) -> bool:
+        """Whether the parameter has 16 bits or fewer."""
+        return self.tensors[name].dtype.itemsize <= _HALF_BYTES
+
+    def lone_biases(self, names: Iterable[str]) -> bool:
+        """Whether these are all biases whose weight is not among them: usually the loss does not depend on them.
+
+        So it is before a normalisation, for keys before softmax, and at the end of a critic that sees differences only.
+        """
+        known = set(names)
+        return all(
+            name.rpartition(".")[2].startswith(("bias", "in_proj_bias"))
+            and self.tensors[name].dim() == 1
+            and name.replace("bias", "weight") not in known
+            for name in known
+        )
+
+    def build(self, code: str, seen: str, names: Sequence[str], likely: Sequence[str], **fields: Severity) -> Finding:
+        """A finding about these parameters in this step."""
+        path, kind = self.watch.owner_of(names[0])
+        return finding(
+            code,
+            seen,
+            likely=likely,
+            step=self.seen.step,
+            moment=self.seen.moment,
+            module=path,
+            module_class=kind,
+            parameter=names[0],
+            evidence={
+                "parameters": list(names[:50]),
+                "count": len(names),
+                "lr": list(self.seen.lr),
+                "grad_norm": self.seen.grad_norm,
+            },
+            **fields,
+        )
+
+
+def judge_confirmed(
+    facts: Facts, verdicts: Mapping[str, Verdict], moved: Container[str], *, idle: bool, lost: float, scaling: bool
+) -> Iterator[tuple[Finding, list[str]]]:
+    """What an exact comparison of the suspects proves, each with the parameters it is about.
+
+    What has `moved` in earlier steps and now wants to move by less than rounding undoes has converged.
+    """
+    converged = {name for name, verdict in verdicts.items() if name in moved and facts.rounds_away(name, verdict)}
+    if idle and not any(verdict.changed for verdict in verdicts.values()):
+        # Without a gradient at the step there is nothing to move by: GradNormMonitor's GG208 says so.
+        applied = any(verdict.with_grad for verdict in verdicts.values())
+        if applied and len(converged) < len(verdicts):
+            yield _nothing_moved(facts, verdicts, scaling=scaling), list(verdicts)
+        return
+    moving = {name: v for name, v in verdicts.items() if v.with_grad and name not in converged}
+    rounded = [
+        name
+        for name, verdict in moving.items()
+        if facts.is_half(name) and verdict.kept >= lost and facts.rounds_away(name, verdict)
+    ]
+    if rounded and not facts.only_gains(rounded, moving):
+        yield _lost_to_rounding(facts, rounded, moving), rounded
+    still = [name for name, verdict in moving.items() if not verdict.changed and name not in rounded]
+    if still and not facts.only_gains(still, moving):
+        yield _never_moves(facts, still, moving), still
+
+
+def _nothing_moved(facts: Facts, verdicts: Mapping[str, Verdict], *, scaling: bool) -> Finding:
+    names, seen = list(verdicts), facts.seen
+    compared = sum(verdict.compared for verdict in verdicts.values())
+    rounded = all(facts.rounds_away(name, verdict) for name, verdict in verdicts.items())
+    half = rounded and any(facts.is_half(name) for name in names)
+    # Adam divides by the root of an average of squares, which is inf above this norm.
+    overflow = not (seen.grad_norm or 0.0) < math.sqrt(torch.finfo(torch.float32).max)
+    likely = [
+        key
+        for key, holds in (
+            ("overflow", overflow),
+            ("rounding_half", half),
+            ("lr_too_small", rounded and not half),
+            ("found_inf", scaling),
+            ("step_replaced", not rounded and not overflow),
+        )
+        if holds
+    ]
+    return facts.build(
+        "GG301",
+        f"step() of {type(facts.optimizer).__name__} changed none of {compared:,} compared elements in "
+        f"{len(names)} parameters ({listed(names, 3)}), nor did the steps before it, at lr {learning_rates(seen.lr)} "
+        f"and a grad norm of {number(seen.grad_norm)} after backward().",
+        names,
+        likely,
+    )
+
+
+def _lost_to_rounding(facts: Facts, names: list[str], verdicts: Mapping[str, Verdict]) -> Finding:
+    names = sorted(names, key=lambda name: -facts.tensors[name].numel())
+    first = names[0]
+    verdict = verdicts[first]
+    kept = sum(verdicts[name].with_grad - verdicts[name].moved_with_grad for name in names)
+    total = sum(verdicts[name].with_grad for name in names)
+    dtype = str(facts.tensors[first].dtype).removeprefix("torch.")
+    return facts.build(
+        "GG305",
+        f"{kept / total:.1%} of the {total:,} elements with a non-zero gradient kept their value in {len(names)} "
+        f"{dtype} parameters: {listed(names)}. In `{first}` a value of {verdict.magnitude:.2g} needs an update above "
+        f"{facts.half_spacing(first, verdict.magnitude):.2g} to change; the optimizer's is about "
+        f"{facts.update_size(first):.2g} (lr {learning_rate(facts.lr[first])}).",
+        names,
+        ["lr_below_spacing"],
+    )
+
+
+def _never_moves(facts: Facts, names: list[str], verdicts: Mapping[str, Verdict]) -> Finding:
+    first = names[0]
+    rounded = [name for name in names if facts.rounds_away(name, verdicts[name])]
+    ratio = facts.seen.update_ratio
+    if rounded and (ratio is None or not ratio >= facts.ratio_low):
+        return _too_small(facts, rounded, verdicts)
+    lone = facts.lone_biases(names)
+    return facts.build(
+        "GG304",
+        f"{len(names)} parameter{'s' if len(names) > 1 else ''} with a non-zero gradient never moved in the last steps "
+        f"although other parameters did: {listed(names)}. Grad norm of `{first}` "
+        f"{number(facts.seen.grad_norms.get(first))}, lr {learning_rate(facts.lr[first])}.",
+        names,
+        ["cancelled" if lone else "rounding" if first in rounded else "undone"],
+        severity=Severity.INFO if lone else Severity.WARNING,
+    )
+
+
+def _too_small(facts: Facts, names: list[str], verdicts: Mapping[str, Verdict]) -> Finding:
+    first = max(names, key=lambda name: facts.tensors[name].numel())
+    return facts.build(
+        "GG309",
+        f"Hardly anything moves: {len(names)} parameters ({listed(names)}) never moved in the last steps "
+        f"although they have a gradient. In `{first}` a value of {verdicts[first].magnitude:.2g} needs an update above "
+        f"{facts.half_spacing(first, verdicts[first].magnitude):.2g} to change; the optimizer's is about "
+        f"{facts.update_size(first):.2g} (lr {learning_rate(facts.lr[first])}).",
+        names,
+        ["lr_too_small"],
+    )
+
+
+def zero_gradient(facts: Facts, names: list[str], patience: int) -> Finding:
+    """Parameters whose gradient was exactly zero in every step."""
+    many, lone = len(names) > 1, facts.lone_biases(names)
+    return facts.build(
+        "GG304",
+        f"The gradient of {len(names)} trainable parameter{'s' if many else ''} has been exactly zero in every step so "
+        f"far, at least {patience} in a row, while others have one: {listed(names)}.",
+        names,
+        ["cancelled" if lone else "multiplied_by_zero"],
+        severity=Severity.INFO if lone else Severity.WARNING,
+    )
+
+
+def frozen_moved(facts: Facts, names: list[str]) -> Finding:
+    """Frozen parameters that a step changed."""
+    many = len(names) > 1
+    stale = [name for name in names if facts.tensors[name].grad is not None]
+    decays = any(group.get("weight_decay") for group in facts.optimizer.param_groups)
+    return facts.build(
+        "GG306",
+        f"step() changed {len(names)} parameter{'s' if many else ''} with requires_grad=False: {listed(names)}. "
+        f"{len(stale)} of them still {'have' if len(stale) != 1 else 'has'} an old gradient in .grad"
+        + (", and the optimizer applies weight decay." if decays else "."),
+        names,
+        ["stale_grad"] if stale else [],
+    )

@@ -1,0 +1,129 @@
+"""Judge the update-to-weight ratio: how far one step moves the weights, relative to their size."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from gpt_guard.catalogue import finding
+from gpt_guard.records import Finding, Observation
+from gpt_guard.records.render import learning_rates
+
+_RECENT = 3
+# A handful of weights passes through zero as a whole, and then any step is large in relation.
+_FEW = 64
+# Adam at lr 1e-2 on weights of std 0.02 takes such steps and learns; the loss tells it from lr 0.1, which climbs.
+_SUSPECT = 0.25
+_RISEN = 1.1
+_CLIPPED_HARD = 100.0
+
+
+class RatioWatch:
+    """Two bounds on the ratio over all matrices of one optimizer; each is reported once.
+
+    Too high is the geometric mean of three steps: one large step is common, three in a row replace the weights. A
+    quarter of that bound is enough where the loss has risen by a tenth over the first one as well. Too low is a median
+    over `window` steps at the peak of the learning rate, and only if no step was ever much above it: a run that has
+    converged also takes tiny steps.
+    """
+
+    def __init__(self, high: float, low: float, window: int) -> None:
+        self._high = high
+        self._low = low
+        self._window: deque[float] = deque(maxlen=int(window))
+        self._lr: deque[float] = deque(maxlen=int(window))
+        self._lr_peak = 0.0
+        self._largest = 0.0
+        self._first_loss: float | None = None
+        self.said: set[str] = set()
+
+    def judge(self, seen: Observation, weights: int, explained: Callable[[], bool]) -> Iterable[Finding]:
+        """Take in one step's ratio over so many weights, and give what is out of bounds and not `explained` yet."""
+        ratio = seen.update_ratio
+        if ratio is None or ratio - ratio != 0.0 or not seen.lr or not seen.grad_norm:
+            return ()
+        lr = max(seen.lr)
+        if self._first_loss is None:
+            self._first_loss = seen.loss
+        self._window.append(ratio)
+        self._lr.append(lr)
+        if lr > self._lr_peak:
+            self._lr_peak = lr
+        if ratio > self._largest:
+            self._largest = ratio
+        if self._largest > self._high * _SUSPECT and weights >= _FEW:
+            return self._judge_high(seen)
+        if not ratio < self._low or not lr > 0.0 or _cut_down(seen) or "GG309" in self.said or explained():
+            return ()
+        return self._judge_low(seen, lr)
+
+    def _judge_high(self, seen: Observation) -> Iterable[Finding]:
+        if "GG308" in self.said or len(self._window) < _RECENT:
+            return
+        recent = list(self._window)[-_RECENT:]
+        mean = math.prod(recent) ** (1 / _RECENT)
+        risen = seen.loss is not None and self._first_loss is not None and seen.loss > _RISEN * self._first_loss > 0.0
+        over = mean > self._high
+        if over or (risen and mean > self._high * _SUSPECT):
+            self.said.add("GG308")
+            bound = self._high if over else self._high * _SUSPECT
+            loss = f"the loss rose from {self._first_loss:.4g} to {seen.loss:.4g}"
+            judged = f"bound {bound:.3g}" if over else f"bound {bound:.3g} where the loss has risen by a tenth"
+            yield finding(
+                "GG308",
+                f"The last {_RECENT} steps changed the weight matrices by {', '.join(f'{r:.3g}' for r in recent)} "
+                f"times their own norm (geometric mean {mean:.3g}, {judged}) at lr {learning_rates(seen.lr)}"
+                + (f", and {loss}." if risen else "."),
+                **({} if over else {"title": "Steps change a large part of the weights while the loss rises"}),
+                step=seen.step,
+                moment=seen.moment,
+                evidence={"ratio": mean, "bound": bound, "lr": list(seen.lr), "loss": seen.loss},
+            )
+
+    def _judge_low(self, seen: Observation, lr: float) -> Iterable[Finding]:
+        full = len(self._window) == self._window.maxlen
+        at_peak = lr >= self._lr_peak and lr <= self._lr[0] * (1 + 1e-6)
+        if not full or not at_peak or self._largest > 10 * self._low:
+            return
+        median = statistics.median(self._window)
+        if median < self._low:
+            self.said.add("GG309")
+            yield finding(
+                "GG309",
+                f"Over the last {len(self._window)} steps the median update was {median:.2g} times the norm of the "
+                f"weight matrices (bound {self._low:.2g}), at the highest learning rate so far, "
+                f"{learning_rates(seen.lr)}.",
+                step=seen.step,
+                moment=seen.moment,
+                evidence={"ratio": median, "bound": self._low, "lr": list(seen.lr)},
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and lists."""
+        return {
+            "window": list(self._window),
+            "lr": list(self._lr),
+            "lr_peak": self._lr_peak,
+            "largest": self._largest,
+            "first_loss": self._first_loss,
+            "said": sorted(self.said),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self._window.extend(state["window"])
+        self._lr.extend(state["lr"])
+        self._lr_peak, self._largest = float(state["lr_peak"]), float(state["largest"])
+        self._first_loss = state["first_loss"]
+        self.said = set(state["said"])
+
+
+def _cut_down(seen: Observation) -> bool:
+    """Whether the gradients overflow, or clipping takes nearly all of them: then those are what to speak of."""
+    before, after = seen.grad_norm, seen.grad_norm_clipped
+    if before is None or not math.isfinite(before):
+        return True
+    return bool(seen.clipped) and after is not None and after < before / _CLIPPED_HARD

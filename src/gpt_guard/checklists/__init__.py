@@ -1,7 +1,0 @@
-"""What to make sure of before, during and after training, answered from a run directory where it can be."""
-
-from gpt_guard.checklists.answers import answers
-from gpt_guard.checklists.lists import PHASES, Answer, Item, Phase, checklists
-from gpt_guard.checklists.run_dir import RunDir, open_run
-
-__all__ = ["PHASES", "Answer", "Item", "Phase", "RunDir", "answers", "checklists", "open_run"]

@@ -1,0 +1,234 @@
+"""Stage 5: the batches as the loop gives them to the model, above all whether the targets are shifted by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby, islice, pairwise
+
+import torch
+from torch import Tensor
+
+from gpt_guard.catalogue import finding
+from gpt_guard.checks.batches.batch_form import bad_batch_shape, bad_device, bad_dtype, ignored_index, shape, too_large
+from gpt_guard.checks.batches.labels import Batch, end_left_out, hardly_any, loss_ignores, padding_targets, supervised
+from gpt_guard.checks.batches.shift import loss_shifts, not_shifted
+from gpt_guard.checks.runner.base import Stage, Subject
+from gpt_guard.checks.token_ids.id_findings import out_of_range, type_name
+from gpt_guard.checks.token_ids.id_stats import id_stats
+from gpt_guard.checks.tokenizer.special import model_rows, special_id
+from gpt_guard.checks.tokenizer.tokenizers import Tokenizer
+from gpt_guard.records import CheckResult, Finding, Severity
+
+DRAWN = 4
+"""Batches that are drawn: enough to see one that comes back, and to meet most kinds of rows."""
+SHOWN = 24
+MIN_IDS = 16
+"""Two batches of fewer ids may be equal by chance where the vocabulary is small."""
+
+
+class BatchesStage(Stage):
+    """Shape, dtype, device, range, shift, both sides decoded, the same batch again, and which targets count.
+
+    The targets must be shifted by one, or by nothing where the model or `loss_fn` shifts them itself, which is
+    measured. A batch that was cut from the data by these checks says nothing about the loop's own shift.
+    """
+
+    number = 5
+    name = "batches"
+    title = "Batches"
+
+    def missing(self, subject: Subject) -> str | None:
+        return None if subject.batch is not None else "no batch was given, and there is no data to cut one from"
+
+    def run(self, subject: Subject) -> Iterator[CheckResult]:
+        assert subject.batch is not None, "the runner asks missing() first"
+        x, y = subject.batch
+        # Each needs the one before: a tensor without values has no ids to compare, a float none to count.
+        for check in (self._device, self._shape, self._dtype):
+            yield (result := check(subject, x, y))
+            if result.status == "failed":
+                return
+        ignore, note = ignored_index(subject, x, y)
+        yield (ranges := self._range(subject, x, y, ignore, note))
+        expected, why = self._expected(subject)
+        yield self._shift(subject, x, y, ignore, expected, why)
+        yield self._decoded(subject, x, y, ignore, expected)
+        drawn = self._drawn(subject)
+        yield self._again(drawn)
+        batches = [(x, y), *(batch for batch in drawn if batch[0].dim() == 2 and batch[0].shape == batch[1].shape)]
+        yield self._supervised(batches, ignore)
+        yield self._end(subject, batches, ignore, expected)
+        if ranges.status == "passed":
+            yield self._padding(subject, batches, ignore, expected)
+
+    def _device(self, subject: Subject, x: Tensor, y: Tensor) -> CheckResult:
+        title = "device"
+        measured = str(x.device) if x.device == y.device else f"x {x.device}, y {y.device}"
+        first = next(iter(subject.model.parameters()), None) if subject.model is not None else None
+        expected = "the same for x and y" if first is None else f"{first.device}, the model's"
+        found = bad_device(subject, x, y)
+        if found is not None and found.severity is Severity.ERROR:
+            return self.failed(title, measured, expected, found)
+        moved = ", to be moved by the loop" if found is not None else ""
+        return self.passed(title, f"{measured}{moved}", expected)
+
+    def _shape(self, subject: Subject, x: Tensor, y: Tensor) -> CheckResult:
+        title, block_size = "shape", subject.block_size
+        measured = f"x {shape(x)}, y {shape(y)}"
+        expected = "[B, T] both" + (f", T up to {block_size}" if block_size is not None else "")
+        found = bad_batch_shape(x, y, block_size, subject.ignore_index)
+        if found is not None:
+            return self.failed(title, measured, expected, found, batch_shape=shape(x))
+        return self.passed(title, measured, expected, batch_shape=shape(x))
+
+    def _dtype(self, subject: Subject, x: Tensor, y: Tensor) -> CheckResult:
+        title, expected = "dtype", "int64, or what the model casts itself"
+        measured = type_name(x) if x.dtype == y.dtype else f"x {type_name(x)}, y {type_name(y)}"
+        found = bad_dtype(subject, x, y)
+        return self.failed(title, measured, expected, found) if found else self.passed(title, measured, expected)
+
+    def _range(self, subject: Subject, x: Tensor, y: Tensor, ignore: int, note: Finding | None) -> CheckResult:
+        title = "range"
+        stats = id_stats(x)
+        facts = {} if subject.data else {"token_min": stats.low, "token_max": stats.high}
+        low, high = id_stats(y)[1:3]
+        measured = f"x {stats.low} ... {stats.high}, y {low} ... {high}"
+        tokenizer = subject.tokenizer
+        size = tokenizer.size if tokenizer is not None else 0
+        told = (size, f"the tokenizer has {size} ids") if size else (0, "no id is negative")
+        limit, why = model_rows(subject) or told
+        expected = f"0 ... {limit - 1} ({why}), targets also {ignore}" if limit else f"targets below 0 only {ignore}"
+        tokens = tokenizer.tokens if tokenizer is not None else ()
+        outside = out_of_range("x", x, stats, limit or stats.high + 1, why, tokens)
+        beyond = too_large(y, limit, why) if limit else None
+        found = [one for one in (outside, note, beyond) if one is not None]
+        if any(one.severity is Severity.ERROR for one in found):
+            return self.failed(title, measured, expected, found).model_copy(update={"facts": facts})
+        return self.passed(title, measured, expected, notes=found).model_copy(update={"facts": facts})
+
+    def _shift(self, subject: Subject, x: Tensor, y: Tensor, ignore: int, expected: int, why: str) -> CheckResult:
+        title = "shift"
+        if "batch" in subject.sources and subject.batches is None:
+            return self.skipped(title, f"the batch is {subject.sources['batch']}; give your own (batch=, batches=)")
+        if not subject.causal:
+            return self.skipped(title, "causal=False: an encoder's targets stand where its inputs do")
+        if x is y and subject.model is None:
+            return self.skipped(title, "x and y are one tensor; whether the model shifts cannot be seen without it")
+        found, problem = not_shifted(x, y, expected, ignore, model_known=subject.model is not None)
+        if found.positions == 0:
+            return self.skipped(title, "too few targets count to tell")
+        fit = f" ({found.share:.1%} of {found.positions:,} targets)"
+        measured = f"none fits{fit}" if found.shift is None else f"{found.shift}{fit}"
+        if problem is not None:
+            return self.failed(title, measured, f"{expected}{why}", problem, shift=found.shift)
+        return self.passed(title, measured, f"{expected}{why}", shift=found.shift)
+
+    def _expected(self, subject: Subject) -> tuple[int, str]:
+        """The shift that the batch must have, and why where it is 0."""
+        size, inputs = subject.vocab_size, subject.inputs
+        if subject.loss_fn is not None:
+            # A loss function of one's own is what the loop uses, whatever the model would do.
+            inside = loss_shifts(subject.loss_fn, size or 16, subject.device if inputs is None else inputs[0].device)
+            return (0, ": loss_fn shifts") if inside else (1, "")
+        return (0, ": the model shifts inside") if subject.shifts_inside else (1, "")
+
+    def _decoded(self, subject: Subject, x: Tensor, y: Tensor, ignore: int, shift: int) -> CheckResult:
+        before, after = x[0, :SHOWN].tolist(), y[0, :SHOWN].tolist()
+        expected = "the same text, one token on" if shift and subject.causal else "the same text"
+        return self.passed("decoded", f"{_text(subject, before, ignore)} -> {_text(subject, after, ignore)}", expected)
+
+    def _drawn(self, subject: Subject) -> list[Batch]:
+        return list(islice(subject.batches(), DRAWN)) if subject.batches is not None else []
+
+    def _again(self, drawn: list[Batch]) -> CheckResult:
+        title, expected = "another batch each time", "different batches, different rows"
+        if len(drawn) < 2:
+            return self.skipped(title, "only one batch there is" if drawn else "give batches= to draw several")
+        pairs = [same_batch(one, other) for one, other in pairwise(drawn)]
+        repeated = [_one_row(x) for x, _ in drawn]
+        if not any(pairs) and not all(repeated):
+            return self.passed(title, f"{len(drawn)} different ones", expected)
+        if any(pairs):
+            measured = f"{sum(pairs)} of {len(pairs)} are the one before once more"
+            likely = ["fresh_iterator", "reseeded", "drawn_once"] if all(pairs) else ["workers"]
+        else:
+            measured, likely = "all rows of each batch are equal", ["one_start"]
+        first = drawn[0][0]
+        found = finding("GG605", f"{measured}; {len(drawn)} batches of {shape(first)} were drawn", likely=likely)
+        return self.failed(title, measured, expected, found)
+
+    def _supervised(self, batches: list[Batch], ignore: int) -> CheckResult:
+        seen = supervised(batches, ignore)
+        title, share = "targets that count", seen.targets / seen.of
+        measured = f"{share:.1%}, in {seen.rows} of {seen.of_rows} rows"
+        expected = "one or more in each row"
+        found = hardly_any(seen, ignore)
+        if found is not None and found.severity is Severity.ERROR:
+            return self.failed(title, measured, expected, found, supervised_share=share)
+        return self.passed(title, measured, expected, notes=[found] if found else [], supervised_share=share)
+
+    def _end(self, subject: Subject, batches: list[Batch], ignore: int, shift: int) -> CheckResult:
+        title, eos = "end of sequence", special_id(subject, "eos")
+        if not subject.causal:
+            return self.skipped(title, "causal=False: an encoder does not end a sequence")
+        if eos is None:
+            return self.skipped(title, "no end-of-sequence id is known (eos_id=...)")
+        counted, left_out = end_left_out(batches, eos, shift, ignore)
+        measured, expected = f"id {eos.id} is a target {counted} times", "a target wherever the text before it is"
+        if counted or not left_out:
+            return self.passed(title, measured if counted else f"id {eos.id} ends no text in these rows", expected)
+        seen = f"id {eos.id} ({eos.source}) follows a target that counts {left_out} times, and is never one itself"
+        pad = special_id(subject, "pad")
+        likely = ["mask_short", "template"] if pad is not None and pad.id != eos.id else ["pad_is_eos", "mask_short"]
+        found = finding("GG607", seen, likely=likely, evidence={"eos_id": eos.id, "left_out": left_out})
+        return self.failed(title, measured, expected, found)
+
+    def _padding(self, subject: Subject, batches: list[Batch], ignore: int, shift: int) -> CheckResult:
+        title, pad, eos = "padding", special_id(subject, "pad"), special_id(subject, "eos")
+        if pad is None:
+            return self.skipped(title, "no padding id is known (pad_id=...)")
+        if pad.id == ignore:
+            return self.passed(title, f"id {pad.id} is ignored by the loss", "no target")
+        places = [(x, y, padding_targets(x, y, pad, eos, shift)) for x, y in batches]
+        count = sum(int(where.sum()) for _, _, where in places)
+        measured, expected = f"id {pad.id} is a target {count} times", "never a target"
+        if not count:
+            return self.passed(title, measured, expected)
+        worst = max(places, key=lambda each: int(each[2].sum()))
+        if loss_ignores(subject, *worst, shift):
+            return self.passed(title, f"{measured}, which the loss leaves out by itself", expected)
+        total = sum(y.numel() for _, y in batches)
+        seen = f"{count} of {total} targets are padding (id {pad.id}, {pad.source})"
+        found = finding("GG608", seen, evidence={"pad_id": pad.id, "targets": count, "share": count / total})
+        return self.failed(title, measured, expected, found)
+
+
+def same_batch(one: Batch, other: Batch) -> bool:
+    """True where both have the same ids and targets; constant ids say nothing, nor do a few."""
+    if one[0].numel() < MIN_IDS:
+        return False
+    same = all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return same and not bool((one[0] == one[0].reshape(-1)[0]).all())
+
+
+def _one_row(x: Tensor) -> bool:
+    """True where a batch is one row over and over."""
+    return x.dim() == 2 and x.size(0) > 1 and bool((x == x[:1]).all()) and not bool((x == x[0, 0]).all())
+
+
+def _text(subject: Subject, ids: list[int], ignore: int) -> str:
+    """Decoded, with a dot for each target that does not count."""
+    if subject.tokenizer is None:
+        return str(["." if index == ignore else index for index in ids[:12]]).replace("'", "")
+    parts = [
+        "\N{MIDDLE DOT}" * len(list(part)) if ignored else _words(subject.tokenizer, list(part))
+        for ignored, part in groupby(ids, lambda index: index == ignore)
+    ]
+    return repr("".join(parts))
+
+
+def _words(tokenizer: Tokenizer, ids: list[int]) -> str:
+    try:
+        return tokenizer.decode(ids)
+    except Exception:  # a part of a character, or an id without a token
+        return f"<{' '.join(map(str, ids[:8]))}>"

@@ -1,0 +1,134 @@
+"""Does a checkpoint belong to this model and tokenizer: its config and its digests against what is in use."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpt_guard.catalogue import finding
+from gpt_guard.checkpoint.belongs import model_config, verify
+from gpt_guard.checkpoint.fingerprint import (
+    Difference,
+    Fingerprint,
+    config_changes,
+    config_dict,
+    tokenizer_digest,
+    unwrap,
+)
+from gpt_guard.checkpoint.fingerprint.findings import tokenizer_finding
+from gpt_guard.checkpoint.layout import Stored
+from gpt_guard.checkpoint.say import Voice
+from gpt_guard.checkpoint.weights import copy_weights, fit_weights
+from gpt_guard.checks.runner.base import Subject
+from gpt_guard.checks.runner.forms import in_form_of, logits_of, plain_device
+from gpt_guard.errors import CheckpointError, GuardUsageError
+from gpt_guard.hooks.isolation.eval_no_grad import quiet
+from gpt_guard.hooks.isolation.preserve import preserved
+from gpt_guard.hooks.isolation.random_state import seed_all
+from gpt_guard.hooks.isolation.tolerance import difference, rounding
+from gpt_guard.records import Finding, Severity
+
+
+def config_of(subject: Subject) -> dict[str, Any] | None:
+    """The config in use as a plain dict, or None where there is none that can be read."""
+    if subject.model is None:
+        return None
+    with contextlib.suppress(GuardUsageError):
+        return model_config(subject.model, subject.config)
+    return None
+
+
+def differing(stored: Stored, subject: Subject) -> dict[str, tuple[Any, Any]] | None:
+    """The settings that differ between the saved config and the one in use; None where one of them is not there."""
+    now = config_of(subject)
+    if stored.config is None or now is None:
+        return None
+    return config_changes(config_dict(stored.config), now)
+
+
+def same_answers(stored: Stored, subject: Subject, x: Tensor | None) -> bool | None:
+    """Whether the checkpoint's weights give the same logits in a model of the saved config as in the one in use.
+
+    None where no model can be built from the saved config. The model in use gets the weights for a moment.
+    """
+    model = subject.model
+    if model is None or x is None:
+        return None
+    bare = unwrap(model)
+    other = next(_built(stored, bare, subject.config), None)
+    if other is None:
+        return None
+    with preserved(bare):
+        answers = [_answer(one, stored, x, subject.seed) for one in (bare, in_form_of(other, bare))]
+    here, there = answers
+    if here is None or there is None:
+        return None
+    if here.shape != there.shape:
+        return False
+    return bool(difference(plain_device(here), plain_device(there)).max() <= rounding(here))
+
+
+def fingerprint_findings(stored: Stored, subject: Subject) -> tuple[list[str], list[Finding]]:
+    """The parts whose digests agree, and what is to be said of the others: GG701, GG703, or GG704 where there is none.
+
+    A digest of the tokenizer that a script made in a way of its own cannot be compared here.
+    """
+    voice = Voice(lambda found: None)
+    agreed = verify(
+        stored,
+        voice,
+        tokenizer=None,
+        config=None,
+        config_given=False,
+        fingerprint=Fingerprint(),
+        ignore_config=(),
+    )
+    parts, found = [*agreed], list(voice.findings)
+    theirs, tokenizer = stored.stamp.parts.get("tokenizer"), subject.tokenizer
+    if tokenizer is None or theirs is None:
+        return parts, found
+    with contextlib.suppress(GuardUsageError):
+        ours = tokenizer_digest(tokenizer.tokens or tokenizer.raw)
+        if ours == theirs:
+            parts.insert(0, "tokenizer")
+        elif "tokenizer" in stored.stamp.fingerprint or stored.stamp.tokenizer_chars is not None:
+            difference_ = Difference(part="tokenizer", ours=ours, theirs=theirs)
+            tokens = list(tokenizer.tokens) or None
+            where = f"the checkpoint {stored.path}"
+            found.append(tokenizer_finding(difference_, where, stored.stamp.tokenizer_chars, tokens))
+        else:
+            seen = f"{stored.path} names its tokenizer by {theirs[:12]}, a digest of another kind: not compared here"
+            found.append(finding("GG704", seen, likely=["foreign"], severity=Severity.INFO))
+    return parts, found
+
+
+def _built(stored: Stored, model: nn.Module, config: Any) -> Iterator[nn.Module]:
+    """Models of the same class from the saved settings, in the ways that constructors commonly take them."""
+    saved = dict(stored.config or {})
+    kind = type(config) if config is not None and not isinstance(config, Mapping) else None
+    ways: list[Callable[[], nn.Module]] = [lambda: type(model)(**saved), lambda: type(model)(saved)]
+    if kind is not None:
+        # The file may hold keys of the run beside those of the model.
+        known = inspect.signature(kind).parameters
+        own = {key: value for key, value in saved.items() if key in known}
+        ways = [lambda: type(model)(kind(**saved)), lambda: type(model)(kind(**own)), *ways]
+    for way in ways:
+        with preserved(), contextlib.suppress(Exception):  # the user's own constructor refuses in its own way
+            torch.manual_seed(0)
+            yield way()
+
+
+def _answer(model: nn.Module, stored: Stored, x: Tensor, seed: int) -> Tensor | None:
+    voice = Voice(lambda found: None)
+    try:
+        copy_weights(model, fit_weights(model, stored, None, True, voice), stored, True, voice)
+    except CheckpointError:
+        return None
+    seed_all(seed)
+    with quiet(model):
+        return logits_of(model, x)

@@ -1,0 +1,124 @@
+"""Save an optimizer's state, load it again, and compare it entry by entry: values, dtypes and devices."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gpt_guard.catalogue import finding
+from gpt_guard.checkpoint.fingerprint import unwrap
+from gpt_guard.checkpoint.layout import Stored
+from gpt_guard.checkpoint.optimizer_state import misfits, parameter_names
+from gpt_guard.checks.runner.base import Subject
+from gpt_guard.checks.runner.forms import plain_device
+from gpt_guard.checks.runner.forward import loss_of
+from gpt_guard.hooks.optimizer import unwrap as plain_optimizers
+from gpt_guard.records import Finding
+
+_Entries = dict[tuple[str, str], Any]
+
+
+def with_state(subject: Subject) -> str | None:
+    """Make one step where the optimizer has no state yet; return why that cannot be, or None.
+
+    Changes the model and the optimizer: keep both.
+    """
+    model, optimizer = subject.model, subject.optimizer
+    assert model is not None, "the stage asks for both first"
+    assert optimizer is not None, "the stage asks for both first"
+    if optimizer.state:
+        return None
+    if subject.inputs is None:
+        return "it has no state yet, and there is no batch to make a step with"
+    optimizer.zero_grad(set_to_none=True)
+    loss_of(model, *subject.inputs, subject.loss_fn, subject.ignore_index).mean().backward()
+    optimizer.step()
+    return None if optimizer.state else f"a {type(optimizer).__name__} keeps no state"
+
+
+def optimizer_reload(optimizer: Optimizer) -> tuple[int, Finding | None]:
+    """The number of state tensors, and GG721 where one is lost, changed, or lies on another device after the load.
+
+    The state goes through the bytes that `torch.save` writes and comes back by way of the CPU, as from a file.
+    Changes the optimizer: keep it.
+    """
+    total = 0
+    for one in plain_optimizers(optimizer):
+        before = _entries(one)
+        total += sum(isinstance(value, Tensor) for value in before.values())
+        try:
+            stream = io.BytesIO()
+            torch.save(one.state_dict(), stream)
+            stream.seek(0)
+            state = torch.load(stream, map_location="cpu", weights_only=True)
+            one.state.clear()
+            one.load_state_dict(state)
+        except Exception as error:  # an optimizer of the user's own may raise anything
+            words = " ".join(str(error).split())[:200]
+            seen = f"{type(one).__name__}: its state cannot be saved and loaded: {type(error).__name__}: {words}"
+            return total, finding("GG721", seen, likely=["raised"])
+        if (found := next(_changes(one, before), None)) is not None:
+            return total, found
+    return total, None
+
+
+def file_misfit(stored: Stored, model: nn.Module, optimizer: Optimizer) -> Finding | None:
+    """GG708 where the state in a file is not that of this optimizer: groups, counts, order, shapes, kind."""
+    optimizers = plain_optimizers(optimizer)
+    if len(optimizers) != len(stored.optimizers):
+        seen = f"{stored.path} holds the state of {len(stored.optimizers)} optimizers, {len(optimizers)} are given"
+        return finding("GG708", seen, likely=["groups"])
+    saved, names = stored.stamp.optimizer_parameters, parameter_names(unwrap(model), optimizers)
+    for index, (one, state) in enumerate(zip(optimizers, stored.optimizers, strict=True)):
+        theirs = saved[index] if saved is not None and index < len(saved) else None
+        if clues := misfits(state, theirs, names[index], one):
+            seen = f"{type(one).__name__}: {'; '.join(clue.text for clue in clues)} ({stored.path})"
+            return finding("GG708", seen, likely=[clue.cause for clue in clues])
+    return None
+
+
+def _entries(optimizer: Optimizer) -> _Entries:
+    """Each entry by the place of its parameter; tensors are copied, for loading may write into them."""
+    places = {
+        id(parameter): f"parameter {place} of group {index}"
+        for index, group in enumerate(optimizer.param_groups)
+        for place, parameter in enumerate(group["params"])
+    }
+    return {
+        (places.get(id(parameter), "no parameter"), str(key)): value.clone() if isinstance(value, Tensor) else value
+        for parameter, state in optimizer.state.items()
+        if isinstance(state, dict)
+        for key, value in state.items()
+    }
+
+
+def _changes(optimizer: Optimizer, before: _Entries) -> Iterator[Finding]:
+    after, kind = _entries(optimizer), type(optimizer).__name__
+    for (where, key), old in before.items():
+        new = after.get((where, key))
+        what = f"{kind}: {key} of {where}"
+        if new is None and old is not None:
+            yield finding("GG721", f"{what} is gone after save and load", likely=["dropped"])
+        elif isinstance(old, Tensor) and isinstance(new, Tensor):
+            if new.device != old.device and old.dim():
+                seen = f"{what} lies on {new.device} after the load, before on {old.device}"
+                yield finding("GG721", seen, likely=["device"])
+            elif new.shape != old.shape or not torch.equal(plain_device(new).to(old.dtype), plain_device(old)):
+                likely = ["cast"] if new.dtype != old.dtype else ["dropped"]
+                dtypes = f" ({old.dtype} before, {new.dtype} after)" if new.dtype != old.dtype else ""
+                yield finding("GG721", f"{what} has other values after save and load{dtypes}", likely=likely)
+        elif not isinstance(old, Tensor) and not _equal(old, new):
+            seen = f"{what} was {str(old)[:60]}, is {str(new)[:60]} after save and load"
+            yield finding("GG721", seen, likely=["dropped"])
+
+
+def _equal(old: Any, new: Any) -> bool:
+    try:
+        return bool(old == new)
+    except Exception:  # lists of tensors compare to no single truth; their parts were compared by whoever made them
+        return True

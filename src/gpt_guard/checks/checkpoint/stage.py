@@ -1,0 +1,187 @@
+"""Stage 13: a checkpoint's file against the model, and what saving and loading this model would lose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from gpt_guard.catalogue import finding
+from gpt_guard.checkpoint.fingerprint import unwrap
+from gpt_guard.checkpoint.fingerprint.findings import SHORT, config_finding
+from gpt_guard.checkpoint.fingerprint.naming import printable
+from gpt_guard.checkpoint.finite import leaves, listing, non_finite
+from gpt_guard.checkpoint.layout import Stored, take_apart
+from gpt_guard.checkpoint.say import Voice
+from gpt_guard.checkpoint.weights import fit_weights
+from gpt_guard.checks.checkpoint.belonging import config_of, differing, fingerprint_findings, same_answers
+from gpt_guard.checks.checkpoint.optimizer_reload import file_misfit, optimizer_reload, with_state
+from gpt_guard.checks.checkpoint.reload import reload, unsaved_in_use
+from gpt_guard.checks.runner.base import Stage, Subject
+from gpt_guard.checks.runner.perturb import probe_ids, vocabulary
+from gpt_guard.errors import CheckpointError
+from gpt_guard.records import CheckResult, Finding, Severity
+
+_SAME = "the same logits, bit for bit"
+
+
+class CheckpointStage(Stage):
+    """What the file holds, whether it fits, whether it belongs; then save, load and compare, model and optimizer."""
+
+    number = 13
+    name = "checkpoint"
+    title = "Checkpoint"
+
+    def missing(self, subject: Subject) -> str | None:
+        if "checkpoint" in subject.unusable:
+            return "its file cannot be used"
+        nothing = subject.model is None and subject.payload is None
+        return "neither a model nor a checkpoint was given" if nothing else None
+
+    def run(self, subject: Subject) -> Iterator[CheckResult]:
+        fits = True
+        if subject.payload is not None:
+            stored = self._taken_apart(subject)
+            if isinstance(stored, Finding):
+                yield self.failed("file", "no weights in it", "a dict with the model's weights", stored)
+            else:
+                yield self._file(stored)
+                yield self._finite(stored, subject.model)
+                yield from self._fingerprint(stored, subject)
+                if subject.model is not None:
+                    fitting = self._fits(subject.model, stored, subject)
+                    fits = fitting.status == "passed"
+                    yield fitting
+                    yield from self._config(stored, subject, fits)
+                    if subject.optimizer is not None and stored.optimizers:
+                        yield self._optimizer_in_file(stored, subject)
+        if subject.model is not None:
+            yield self._reload(subject)
+            if subject.optimizer is not None:
+                yield self._optimizer(subject)
+
+    def _taken_apart(self, subject: Subject) -> Stored | Finding:
+        path = subject.paths.get("checkpoint", Path("the checkpoint"))
+        try:
+            return take_apart(path, subject.payload, Voice(lambda found: None))
+        except CheckpointError as error:
+            return error.finding
+
+    def _file(self, stored: Stored) -> CheckResult:
+        parts = [f"{len(stored.weights)} weights"]
+        parts += [name for name in ("optimizers", "schedulers", "scalers") if getattr(stored, name)]
+        parts += ["config"] if stored.config is not None else []
+        step = f"step {stored.step}" if stored.step is not None else "no step"
+        return self.passed("file", f"{step}; {', '.join(parts)}", checkpoint_step=stored.step)
+
+    def _finite(self, stored: Stored, model: nn.Module | None) -> CheckResult:
+        title, expected = "finite", "no NaN or infinity"
+        # -inf alone in a buffer is an attention mask; without the model it is not known which entries are buffers.
+        masks = (name for name, _ in unwrap(model).named_buffers()) if model is not None else iter(stored.weights)
+        spoiled = non_finite(stored.weights, frozenset(masks))
+        if spoiled:
+            seen = f"{len(spoiled)} of {len(stored.weights)} tensors are not finite: {listing(spoiled)}"
+            counts = {name: count.model_dump() for name, count in list(spoiled.items())[:200]}
+            found = finding(
+                "GG706", seen, likely=["saved_bad"], parameter=next(iter(spoiled)), evidence={"non_finite": counts}
+            )
+            return self.failed(title, f"{len(spoiled)} tensors are not", expected, found)
+        moments = non_finite(dict(leaves([state.get("state") for state in stored.optimizers])))
+        if moments:
+            seen = f"{len(moments)} tensors of the optimizer state are not finite: {listing(moments)}"
+            found = finding("GG706", seen, likely=["optimizer"], cause_id="optimizer")
+            return self.failed(title, f"{len(moments)} optimizer tensors are not", expected, found)
+        return self.passed(title, "all weights", expected)
+
+    def _fingerprint(self, stored: Stored, subject: Subject) -> Iterator[CheckResult]:
+        title, expected = "fingerprint", "as recorded when it was saved"
+        agreed, found = fingerprint_findings(stored, subject)
+        wrong = [one for one in found if one.severity is Severity.ERROR]
+        if wrong:
+            yield self.failed(title, f"{len(wrong)} parts differ", expected, wrong)
+        elif agreed:
+            digest = (stored.stamp.parts.get("tokenizer") or "")[:SHORT]
+            shown = f"{', '.join(agreed)} agree{'' if len(agreed) > 1 else 's'}" + (f" ({digest})" if digest else "")
+            yield self.passed(title, shown, expected, notes=found)
+        else:
+            yield self.passed(title, "none to compare", notes=found)
+
+    def _fits(self, model: nn.Module, stored: Stored, subject: Subject) -> CheckResult:
+        title, expected = "fits the model", "every name and shape"
+        voice = Voice(lambda found: None)
+        try:
+            found = fit_weights(unwrap(model), stored, config_of(subject), True, voice)
+        except CheckpointError as error:
+            lists = error.finding.evidence
+            counts = {"missing": "missing", "unexpected": "unexpected", "sizes": "of another size"}
+            told = [f"{len(lists[key])} {word}" for key, word in counts.items() if lists.get(key)]  # type: ignore[arg-type]  # lists and dicts by fit_weights
+            return self.failed(title, ", ".join(told) or "it does not", expected, error.finding)
+        return self.passed(title, f"{found.total} of {found.total} names", expected, notes=voice.findings)
+
+    def _config(self, stored: Stored, subject: Subject, fits: bool) -> Iterator[CheckResult]:
+        title, expected = "config", "the saved one, or one that changes no answer"
+        changes = differing(stored, subject)
+        if changes is None or not fits:
+            return  # nothing to compare, or the weights have told already
+        if not changes:
+            yield self.passed(title, "as saved", expected)
+            return
+        told = ", ".join(f"{printable(key)} was {printable(a)}, is {printable(b)}" for key, (a, b) in changes.items())
+        found = config_finding(f"config of the checkpoint {stored.path}", changes)
+        same = same_answers(stored, subject, self._ids(subject))
+        if same:
+            yield self.passed(title, f"{told}: the same logits", expected)
+        elif same is None:
+            note = found.model_copy(update={"severity": Severity.WARNING})
+            yield self.passed(title, f"{told}: no model could be built to compare", expected, notes=[note])
+        else:
+            yield self.failed(title, f"{told}: other logits", expected, found)
+
+    def _reload(self, subject: Subject) -> CheckResult:
+        title = "save and load"
+        model, x = subject.model, self._ids(subject)
+        assert model is not None, "asked in run()"
+        if x is None:
+            return self.skipped(title, "neither a batch nor a vocabulary size is known")
+        done = reload(model, subject.make_model, x, subject.seed) if subject.make_model is not None else None
+        if done is None or not done.rebuilt:
+            found = unsaved_in_use(model, x, subject.seed)
+            if found is not None:
+                return self.failed(title, "logits depend on what is not saved", _SAME, found)
+            return self.skipped(title, "nothing tells how to build the model anew; all it computes with is saved")
+        if done.finding is not None:
+            return self.failed(title, _measured(done.apart, done.finding), _SAME, done.finding)
+        if not done.repeatable:
+            return self.skipped(title, "the model's logits differ between two eval passes by themselves")
+        rounding = f" within rounding ({done.apart:.1g})" if done.apart else ""
+        return self.passed(title, f"{done.names} entries, equal logits{rounding}", _SAME)
+
+    def _optimizer_in_file(self, stored: Stored, subject: Subject) -> CheckResult:
+        title, expected = "optimizer state in the file", "that of this optimizer"
+        assert subject.model is not None and subject.optimizer is not None, "asked in run()"  # noqa: PT018 - no test
+        found = file_misfit(stored, subject.model, subject.optimizer)
+        if found is not None:
+            return self.failed(title, "does not fit", expected, found)
+        return self.passed(title, "fits", expected)
+
+    def _optimizer(self, subject: Subject) -> CheckResult:
+        title, expected = "optimizer save and load", "the same values, each on its parameter's device"
+        assert subject.optimizer is not None, "asked in run()"
+        why = with_state(subject)
+        if why is not None:
+            return self.skipped(title, why)
+        count, found = optimizer_reload(subject.optimizer)
+        if found:
+            return self.failed(title, "not the same", expected, found)
+        return self.passed(title, f"{count} state tensors equal", expected)
+
+    def _ids(self, subject: Subject) -> Any:
+        return probe_ids(subject) if vocabulary(subject) is not None else None
+
+
+def _measured(apart: float, found: Finding) -> str:
+    if found.code != "GG720" or not apart:
+        return "it cannot be loaded again"
+    return f"logits differ by up to {apart:.3g}"

@@ -1,0 +1,153 @@
+"""Stage 10: does the optimizer hold exactly the trainable parameters, and does a step change each of them?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gpt_guard.checkpoint.fingerprint import unwrap
+from gpt_guard.checks.gradients.backward import Task, trainable
+from gpt_guard.checks.gradients.gradient_causes import listed
+from gpt_guard.checks.gradients.gradient_diagnosis import diagnose, frozen_finding
+from gpt_guard.checks.optimizer.coverage import cover, coverage_findings, rate_findings, rates, tie_text
+from gpt_guard.checks.optimizer.default_optimizer import stand_in
+from gpt_guard.checks.optimizer.step_findings import StepFindings
+from gpt_guard.checks.optimizer.stepping_probe import take_steps
+from gpt_guard.checks.runner.base import Stage, Subject
+from gpt_guard.hooks.autograd_graph.reach import leaves
+from gpt_guard.hooks.isolation.preserve import preserved
+from gpt_guard.hooks.optimizer import innermost
+from gpt_guard.records import CheckResult, Finding
+from gpt_guard.records.render import learning_rates, number
+
+_NAMES = 3
+_STEP = "parameters that a step changes"
+
+
+class OptimizerStage(Stage):
+    """Covers exactly the trainable parameters, lr above 0, a step changes each, frozen ones stay, tied ones once."""
+
+    number = 10
+    name = "optimizer"
+    title = "The optimizer changes every trainable parameter"
+    after = ("shapes",)
+
+    def missing(self, subject: Subject) -> str | None:
+        """A model; the lines about steps also need a batch."""
+        return "no model" if subject.model is None else None
+
+    def run(self, subject: Subject) -> Iterator[CheckResult]:
+        """What the optimizer holds and its lr, where one was given; then what its steps change."""
+        if subject.model is None:
+            return
+        model = unwrap(subject.model)
+        task = Task(*subject.inputs, subject.loss_fn, subject.ignore_index) if subject.inputs is not None else None
+        optimizer: Optimizer | None = innermost(subject.optimizer) if subject.optimizer is not None else None
+        if optimizer is None:
+            yield self.skipped("parameters in the optimizer", "no optimizer was given")
+        else:
+            yield self._coverage(model, optimizer, task)
+        if not trainable(model):
+            if optimizer is None:
+                yield self.failed("trainable parameters", "0", "at least 1", frozen_finding(model))
+            return
+        if optimizer is not None:
+            rate = self._rate(optimizer)
+            yield rate
+            if rate.status == "failed":
+                return
+        if task is None:
+            yield self.skipped(_STEP, "no batch, and no data to cut one from")
+        elif optimizer is not None and not cover(model, optimizer).trained:
+            yield self.skipped(_STEP, "the optimizer holds nothing of this model that is trainable")
+        else:
+            yield from self._steps(model, optimizer, task, subject.vocab_size)
+
+    def _coverage(self, model: nn.Module, optimizer: Optimizer, task: Task | None) -> CheckResult:
+        covered = cover(model, optimizer, _reached(model, task))
+        total = len(trainable(model))
+        held = total - len(covered.uncovered)
+        measured = f"{held} of {total}"
+        if covered.strange:
+            measured += f", and {len(covered.strange)} tensors that are not the model's"
+        if covered.twice:
+            measured += f"; twice: {listed(covered.twice, _NAMES)}"
+        elif covered.ties:
+            measured += f"; tied, and held once: {tie_text(covered.ties)}"
+        title, expected = "parameters in the optimizer", f"all {total} that are trainable, each once"
+        found = list(coverage_findings(model, optimizer, covered))
+        if found:
+            return self.failed(title, measured, expected, found)
+        return self.passed(title, measured, expected)
+
+    def _rate(self, optimizer: Optimizer) -> CheckResult:
+        title, found = "learning rate", list(rate_findings(optimizer))
+        known = rates(optimizer)
+        if found:
+            return self.failed(title, learning_rates(known or ()), "above 0 in each group", found)
+        if known is None:
+            return self.skipped(title, f"{type(optimizer).__name__} chooses its own")
+        waiting = "; a scheduler raises it from 0" if 0 in known else ""
+        return self.passed(title, learning_rates(known) + waiting, "above 0 in each group")
+
+    def _steps(
+        self, model: nn.Module, given: Optimizer | None, task: Task, vocab_size: int | None
+    ) -> Iterator[CheckResult]:
+        # A stand-in is made inside: it may switch embeddings to dense gradients.
+        with preserved(model, given):
+            optimizer = given if given is not None else stand_in(model)
+            waiting = any(
+                group.get("lr") != group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups
+            )
+            steps = take_steps(model, optimizer, task)
+            held = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+            judge = StepFindings(model, optimizer, steps, held)
+            found = list(judge.judge())
+            idle, swallowed = judge.idle, judge.swallowed
+            size = None if waiting else judge.size()
+            frozen = sum(not parameter.requires_grad for parameter in model.parameters())
+            by = type(optimizer).__name__ + ("" if given is not None else " at lr 1e-3, for none was given")
+        if idle or steps.bad_gradient:
+            found += diagnose(model, task, vocab_size, given).faults
+        total = len(judge.parameters)
+        measured = f"{len(steps.moved & judge.parameters.keys())} of {total} by {by}"
+        notes = self._notes(idle, [name for name in swallowed if name not in steps.moved], found)
+        expected = f"all {total}"
+        if found:
+            yield self.failed(_STEP, measured + notes, expected, found)
+        else:
+            yield self.passed(_STEP, measured + notes, expected)
+        yield from self._aside(steps.frozen_moved, frozen, found)
+        if not steps.bad_gradient and steps.broken is None:
+            yield self._size(size, steps.ratio, steps.largest)
+
+    def _notes(self, idle: list[str], swallowed: list[str], found: list[Finding]) -> str:
+        """What explains a number below the total without being a fault."""
+        if found:
+            return ""
+        text = f"; {listed(idle, _NAMES)} had no gradient to move by" if idle else ""
+        return text + (f"; {listed(swallowed, _NAMES)} stood still, as their dtype rounds" if swallowed else "")
+
+    def _aside(self, moved: list[str], frozen: int, found: list[Finding]) -> Iterator[CheckResult]:
+        if frozen and not moved and not any(each.code == "GG106" for each in found):
+            yield self.passed("frozen parameters that a step changes", f"0 of {frozen}", "0")
+
+    def _size(self, wrong: Finding | None, ratio: float, largest: float) -> CheckResult:
+        title, expected = "size of the first step", "far below the weights' own size, 1e-3 or so"
+        measured = f"{number(ratio)} of the weights, at most {number(largest)}"
+        facts: dict[str, Any] = {"update_size": ratio, "update_max": largest}
+        if wrong is not None:
+            return self.failed(title, measured, expected, wrong, **facts)
+        return self.passed(title, measured, expected, **facts)
+
+
+def _reached(model: nn.Module, task: Task | None) -> list[Tensor]:
+    """The tensors that this loss trains."""
+    if task is None:
+        return []
+    with preserved(model), torch.enable_grad():
+        return leaves(task.loss(model))

@@ -1,0 +1,133 @@
+"""Stage: one preflight question with its evidence, and Subject: what there is to ask about."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gpt_guard.checks.tokenizer.tokenizers import Tokenizer
+from gpt_guard.records import CheckResult, Finding
+
+Status = Literal["passed", "failed", "skipped"]
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass
+class Subject:
+    """What is to be checked; whatever is None cannot be, and its stages say so.
+
+    `make_model` builds a fresh, untrained model of the same class and configuration. `batches` gives one batch
+    `(x, y)` after another, `[B, T]` each, and may be called repeatedly. `data` holds the 1-D token ids of each split.
+    `payload` is a loaded checkpoint. `trained` tells that the model's weights come from training. `shifts_inside`
+    tells that the model shifts the targets itself (Hugging Face's `labels`), so that y is x. `facts` collects what the
+    report must carry. `progress` is told how far a long check is: done, of how many, and a figure. `sources` says in
+    words where a value was derived from that nobody gave (`sources["batch"]`: cut from the data, so its shift is ours
+    and proves nothing). `unusable` holds, by kind of file, why a file could not be read.
+    """
+
+    model: nn.Module | None = None
+    make_model: Callable[[], nn.Module] | None = None
+    config: Any = None
+    batch: tuple[Tensor, Tensor] | None = None
+    batches: Callable[[], Iterator[tuple[Tensor, Tensor]]] | None = None
+    data: dict[str, Tensor] = field(default_factory=dict)
+    tokenizer: Tokenizer | None = None
+    optimizer: Optimizer | None = None
+    loss_fn: LossFunction | None = None
+    vocab_size: int | None = None
+    block_size: int | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    seed: int = 42
+    paths: dict[str, Path] = field(default_factory=dict)
+    payload: Mapping[str, Any] | None = None
+    trained: bool = False
+    causal: bool = True
+    shifts_inside: bool = False
+    ignore_index: int = -100
+    pad_id: int | None = None
+    eos_id: int | None = None
+    text: str | None = None
+    overfit_steps: int = 300
+    compare_dropout: bool = False
+    progress: Callable[[int, int, str], None] = lambda done, total, figure: None
+    facts: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    unusable: dict[str, Finding] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor] | None:
+        """The batch on the model's device; whether it lies there by itself is asked by the stage for batches.
+
+        None where there is no batch, or one on the meta device, which has no values to move.
+        """
+        if self.batch is None or any(part.is_meta for part in self.batch):
+            return None
+        first = next(iter(self.model.parameters()), None) if self.model is not None else None
+        device = self.device if first is None else first.device
+        return self.batch[0].to(device), self.batch[1].to(device)
+
+
+class Stage(ABC):
+    """One stage of preflight: yields a CheckResult per line it prints.
+
+    `name` is what `--only` and `--skip` take; `after` names stages without whose success this one says nothing new
+    and is skipped. The runner restores all state around `run` and turns an exception in it into a failed result.
+    """
+
+    number: ClassVar[int]
+    name: ClassVar[str]
+    title: ClassVar[str]
+    after: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def missing(self, subject: Subject) -> str | None:
+        """What this stage would need and does not have, in words; None if it can run."""
+
+    @abstractmethod
+    def run(self, subject: Subject) -> Iterator[CheckResult]:
+        """Ask; may read the device and train copies, must not change the subject's tensors for good."""
+
+    def passed(
+        self, title: str, measured: Any, expected: Any = "", *, notes: Iterable[Finding] = (), **facts: Any
+    ) -> CheckResult:
+        """A line with a tick: the measured figure next to the expected one; `notes` are findings that fail nothing."""
+        return self._result("passed", title, measured, expected, tuple(notes), facts)
+
+    def failed(
+        self, title: str, measured: Any, expected: Any, findings: Finding | Iterable[Finding], **facts: Any
+    ) -> CheckResult:
+        """A line with a cross, and the findings that say why. Raises ValueError where there is none."""
+        found = (findings,) if isinstance(findings, Finding) else tuple(findings)
+        if not found:
+            raise ValueError(f"{self.name}: {title} failed without a finding that says why")
+        return self._result("failed", title, measured, expected, found, facts)
+
+    def skipped(self, title: str, why: str) -> CheckResult:
+        """A line that says what was not asked and why."""
+        return self._result("skipped", title, why, "", (), {})
+
+    def _result(
+        self,
+        status: Status,
+        title: str,
+        measured: Any,
+        expected: Any,
+        found: tuple[Finding, ...],
+        facts: dict[str, Any],
+    ) -> CheckResult:
+        return CheckResult(
+            stage=self.name,
+            title=title,
+            status=status,
+            measured=str(measured),
+            expected=str(expected),
+            facts=facts,
+            findings=found,
+        )

@@ -1,0 +1,175 @@
+"""Findings as plain text, as a person reads them in a terminal at night: what, where, since when, why, what next.
+
+The exceptions, the log and the command line all print through here, so that the words are the same everywhere. Only
+records are imported: an exception's message must never depend on anything that can fail.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+from math import isfinite
+
+from gpt_guard.records import Finding, Observation
+from gpt_guard.records.render_operation import operation_lines, operation_short
+from gpt_guard.records.text import LABEL, from_here, line_of_code, marked, tensor_text
+from gpt_guard.records.text import WIDTH as WIDTH
+from gpt_guard.records.text import block as block
+from gpt_guard.records.text import clean as clean
+from gpt_guard.records.text import number as number
+from gpt_guard.records.text import numbered as numbered
+
+_SHORT = 360
+_CAUSES = 5
+
+
+def learning_rate(value: float | None) -> str:
+    """A learning rate in the one form that is easy to compare ("3.0e-04", "2.973e-04"); "0" for zero, "-" for None."""
+    if value is None:
+        return "-"
+    if not isfinite(value):
+        return f"{value:g}"
+    if value == 0:
+        return "0"
+    mantissa, exponent = f"{value:.3e}".split("e")
+    whole, fraction = mantissa.split(".")
+    return f"{whole}.{fraction.rstrip('0') or '0'}e{exponent}"
+
+
+def learning_rates(values: Sequence[float]) -> str:
+    """The learning rates of all groups, said once where they are equal; "-" where there is none.
+
+    Of more than three different ones the first two are shown; one that is not finite always is.
+    """
+    texts = list(dict.fromkeys(learning_rate(value) for value in sorted(values, key=isfinite)))
+    return (", ".join(texts) if len(texts) <= 3 else f"{texts[0]}, {texts[1]}, ... ({len(values)} groups)") or "-"
+
+
+def render_finding(finding: Finding, width: int = WIDTH) -> str:
+    """The whole finding as plain text, at most `width` columns wide; what is not known is left out."""
+
+    def beside(label: str, text: str) -> list[str]:
+        return block(label, text, width)
+
+    seen = finding.operation
+    # What a replay has proven stands in place of what is likely for findings of this kind.
+    proven = seen.causes if seen is not None else ()
+    next_test, fix = (proven[0].test, proven[0].fix) if proven else (finding.next_test, finding.fix)
+    line = finding.where if seen is None or seen.where != finding.where else None
+    parts = [
+        textwrap.wrap(clean(f"{finding.code} {finding.title}"), width),
+        beside("seen", finding.seen) + beside("tensor", tensor_text(finding.tensor)),
+        beside("where", _where(finding)) + line_of_code(line, width) + beside("made by", finding.origin or ""),
+        (operation_lines(seen, width) if seen is not None else []) + beside("replay", finding.replay or ""),
+        beside("healthy", _healthy(finding.last_healthy)) + _table(finding.history),
+        numbered("likely", [cause.text for cause in proven] or finding.causes[:_CAUSES], width),
+        beside("next test", next_test) + beside("fix", fix) + beside("more", _explain(finding)),
+        beside("black box", _bundle(finding, width)),
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def render_short(finding: Finding) -> str:
+    """Up to five lines for a log: title and place; what was seen; the operation; the likeliest cause; the bundle."""
+    at = [f"{from_here(finding.where.file)}:{finding.where.line}"] if finding.where is not None else []
+    place = ", ".join(_place(finding) + at)
+    lines = [_one_line(f"{finding.code} {finding.title}" + (f": {place}" if place else "")), _one_line(finding.seen)]
+    proven = [cause.text for cause in finding.operation.causes] if finding.operation is not None else []
+    if finding.operation is not None:
+        lines.append(_one_line(operation_short(finding.operation)))
+    if likely := proven or finding.causes:
+        more = f" [gpt-guard explain {finding.code}]" if finding.code.startswith("GG") else ""
+        lines.append(f"Most likely: {_one_line(likely[0])}{more}")
+    if finding.bundle is not None:
+        lines.append(f"Black box: {clean(_replay_command(finding))}")
+    return "\n  ".join(line for line in lines if line)
+
+
+def _one_line(text: str) -> str:
+    words = " ".join(clean(text).split())
+    return words if len(words) <= _SHORT else f"{words[: _SHORT - 4].rsplit(' ', 1)[0]} ..."
+
+
+def _explain(finding: Finding) -> str:
+    if not finding.code.startswith("GG"):
+        return ""
+    left = len(finding.causes) - _CAUSES
+    return f"gpt-guard explain {finding.code}" + (f"  ({left} more cause{'s' * (left > 1)})" if left > 0 else "")
+
+
+def _bundle(finding: Finding, width: int) -> str:
+    if finding.bundle is None:
+        return ""
+    opened = f"open it with: {_replay_command(finding)}"
+    if len(opened) > width - LABEL:  # a command that is wrapped anywhere else cannot be pasted into a shell
+        opened = opened.replace("gpt-guard", "\ngpt-guard", 1).replace(" --model", " \\\n    --model", 1)
+    return f"{finding.bundle}\n{opened}"
+
+
+def _replay_command(finding: Finding) -> str:
+    # A class out of a notebook, or out of a function, has no name that another process could import.
+    return f"gpt-guard replay {finding.bundle} --model {finding.bundle_model or 'package.module:Class'}"
+
+
+def _place(finding: Finding) -> list[str]:
+    parts: list[str] = []
+    if finding.module is not None:
+        kind = f" ({finding.module_class})" if finding.module_class else ""
+        parts.append((finding.module or "the model itself") + kind)
+    if finding.parameter:
+        parts.append(finding.parameter)
+    if finding.step is not None:
+        parts.append(f"step {finding.step}")
+    return parts
+
+
+def _where(finding: Finding) -> str:
+    what = _place(finding.model_copy(update={"step": None, "parameter": None}))
+    what = [f"module {what[0]}" if finding.module else what[0]] if what else []
+    if finding.position:
+        what.append(finding.position)
+    if finding.parameter:
+        what.append(f"parameter {finding.parameter}")
+    when = [f"step {finding.step}"] if finding.step is not None else []
+    if finding.micro_batch is not None:
+        when.append(f"micro-batch {finding.micro_batch}")
+    if finding.moment is not None:
+        when.append(finding.moment.value)
+    if finding.evaluation:
+        when.append("during evaluation")
+    return "\n".join(", ".join(parts) for parts in (what, when) if parts)
+
+
+def _healthy(seen: Observation | None) -> str:
+    if seen is None:
+        return ""
+    facts: dict[str, str] = {
+        "loss": number(seen.loss),
+        "lr": learning_rates(seen.lr),
+        "grad norm": number(seen.grad_norm),
+    }
+    known = ", ".join(f"{name} {text}" for name, text in facts.items() if text != "-")
+    return f"last at step {seen.step}" + (f": {known}" if known else "")
+
+
+_COLUMNS: dict[str, Callable[[Observation], str]] = {
+    "step": lambda seen: str(seen.step),
+    "loss": lambda seen: number(seen.loss),
+    "lr": lambda seen: learning_rates(seen.lr),
+    "grad_norm": lambda seen: number(seen.grad_norm),
+    "clipped to": lambda seen: number(seen.grad_norm_clipped) if seen.clipped else "-",
+    "update ratio": lambda seen: number(seen.update_ratio),
+    "": lambda seen: "skipped" if seen.skipped else "evaluation" if seen.evaluation else "",
+}
+
+
+def _table(history: Sequence[Observation]) -> list[str]:
+    """The steps before as aligned columns; a column in which nothing is known is left out."""
+    if not history:
+        return []
+    columns = [[name, *(cell(seen) for seen in history)] for name, cell in _COLUMNS.items()]
+    known = [column for column in columns if any(text not in ("-", "") for text in column[1:])]
+    widths = [max(map(len, column)) for column in known]
+    rows = zip(*known, strict=True)
+    lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
+    return [f"{'before' if first else '':<{LABEL}}{line.rstrip()}" for first, line in marked(lines)]

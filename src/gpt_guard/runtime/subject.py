@@ -1,0 +1,54 @@
+"""Subject: what one Guardian is about, held weakly, so that one that was left keeps nothing alive."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from gpt_guard.errors import GuardUsageError
+from gpt_guard.hooks.scaler import checked_scaler
+from gpt_guard.runtime import arguments
+
+
+class Subject:
+    """Model, optimizers, scheduler and scaler, checked. Raises GuardUsageError for one that cannot be watched."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None, scheduler: Any, scaler: Any
+    ) -> None:
+        optimizers = arguments.checked_optimizers(optimizer)
+        self.model = weakref.ref(arguments.checked_model(model))
+        self._optimizers = [weakref.ref(each) for each in optimizers]
+        self.scheduler = arguments.weak(arguments.checked_scheduler(scheduler))
+        self.scaler = arguments.weak(checked_scaler(scaler))
+
+    @property
+    def count(self) -> int:
+        """How many optimizers there are."""
+        return len(self._optimizers)
+
+    def alive(self) -> tuple[nn.Module, list[Optimizer]]:
+        """Model and optimizers. Raises GuardUsageError if one of them is gone."""
+        model = self.model()
+        optimizers = [each() for each in self._optimizers]
+        if model is None or any(each is None for each in optimizers):
+            raise GuardUsageError(
+                "the model or an optimizer of this Guardian no longer exists, and a Guardian keeps none of them alive: "
+                "make a new Guardian, and give what is made inside of its call a name before, as a ModuleList of two "
+                "models"
+            )
+        return model, [each for each in optimizers if each is not None]
+
+    def parts(self) -> dict[str, Any]:
+        """All of it, under the names by which a checkpoint takes it."""
+        model, optimizers = self.alive()
+        return {
+            "model": model,
+            "optimizer": optimizers[0] if len(optimizers) == 1 else optimizers or None,
+            "scheduler": self.scheduler() or None,
+            "scaler": self.scaler(),
+        }

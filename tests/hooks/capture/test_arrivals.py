@@ -1,0 +1,196 @@
+"""Gradients that reach outputs: which outputs count, and for which of them a hook waits."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpt_guard.hooks.capture.output_gradients import (
+    Arrival,
+    Pattern,
+    await_gradients,
+    direct,
+    gradients_of,
+    listed,
+    numbers_of,
+    returned,
+)
+from gpt_guard.hooks.capture.outputs_reached import frontier
+
+
+def outputs() -> tuple[Tensor, Tensor]:
+    """Logits, and a loss that is computed from them."""
+    weight = torch.ones(2, 3, requires_grad=True)
+    logits = weight * 2
+    return logits, logits.square().mean()
+
+
+def reached(losses: list[Tensor], output: Any) -> list[str]:
+    arrivals = await_gradients(output, ())
+    first, _ = frontier(losses, {arrival.number for arrival in arrivals})
+    return [arrival.position for arrival in arrivals if arrival.number in first]
+
+
+def test_the_gradient_arrives_with_all_that_the_loop_does_to_its_loss() -> None:
+    logits, _ = outputs()
+    (arrival,) = await_gradients(logits)
+    (logits.sum() * 8 / 4).backward()
+    assert arrival.gradient is not None
+    assert torch.equal(arrival.gradient, torch.full((2, 3), 2.0))
+
+
+def test_it_waits_only_where_it_is_told_to() -> None:
+    output = {"logits": outputs()[0], "mask": torch.ones(3), "other": outputs()[0]}
+    first, second = await_gradients(output, {"['other']"})
+    (output["logits"].sum() + output["other"].sum()).backward()
+    assert (first.position, first.gradient) == ("['logits']", None)
+    assert second.gradient is not None
+
+
+def test_of_several_outputs_of_one_operation_each_gets_its_own() -> None:
+    parts = torch.ones(4, requires_grad=True).mul(1).unbind()
+    arrivals = await_gradients(parts)
+    (parts[1] * 3 + parts[2] * 5).backward()
+    assert [None if each.gradient is None else each.gradient.item() for each in arrivals[1:3]] == [3.0, 5.0]
+
+
+def test_an_output_that_is_written_to_later_keeps_its_gradient() -> None:
+    output = torch.ones(3, requires_grad=True) * 1
+    (arrival,) = await_gradients(output)
+    output.mul_(7)
+    output.sum().backward()
+    assert arrival.gradient is not None
+    assert torch.equal(arrival.gradient, torch.full((3,), 7.0))
+
+
+def test_an_output_that_is_waited_at_can_be_pickled_without_a_warning() -> None:
+    logits, _ = outputs()
+    await_gradients(logits)
+    assert torch.equal(pickle.loads(pickle.dumps(logits.detach())), logits)
+    assert logits._backward_hooks is None
+
+
+def test_the_loss_that_the_model_returned_stands_for_what_it_was_computed_from() -> None:
+    logits, loss = outputs()
+    assert reached([loss], (logits, loss)) == ["[1]"]
+    assert reached([loss / 4], (logits, loss)) == ["[1]"]
+
+
+def test_a_loss_that_is_computed_outside_comes_from_the_logits() -> None:
+    logits, loss = outputs()
+    assert reached([logits.exp().mean()], (logits, loss)) == ["[0]"]
+
+
+def test_what_is_reached_both_ways_is_not_counted_twice() -> None:
+    logits, loss = outputs()
+    assert reached([loss + 0.1 * logits.sum()], (logits, loss)) == ["[1]"]
+
+
+def test_of_two_outputs_that_know_nothing_of_each_other_both_count() -> None:
+    first, second = outputs()[0], outputs()[0]
+    assert reached([first.sum() + second.sum()], (first, second)) == ["[0]", "[1]"]
+    assert reached([first.sum(), second.sum()], [first, second]) == ["[0]", "[1]"]
+    assert reached([torch.ones(3, requires_grad=True).sum()], (first, second)) == []
+
+
+def test_the_gradient_of_an_output_that_is_the_loss_is_one() -> None:
+    logits, loss = outputs()
+    arrivals = await_gradients((logits, loss), ())
+    assert direct([loss], arrivals) is arrivals[1]
+    assert gradients_of(arrivals, [loss]) == {"[1]": torch.ones(())}
+    assert direct([loss * 2], arrivals) is None
+    assert direct([logits], arrivals) is None
+    assert gradients_of(arrivals, [loss * 2]) == {}
+
+
+# Where nothing waits.
+
+
+def learn(pattern: Pattern, steps: int, *, outside: bool) -> list[Arrival]:
+    arrivals: list[Arrival] = []
+    for _ in range(steps):
+        logits, loss = outputs()
+        arrivals = await_gradients((logits, loss), pattern.positions)
+        total = logits.exp().mean() if outside else loss
+        pattern.backward_begins([total], [arrivals])
+        total.backward()
+    return arrivals
+
+
+def test_a_loop_whose_loss_is_returned_soon_has_no_hook() -> None:
+    pattern = Pattern()
+    learn(pattern, 4, outside=False)
+    assert pattern.positions == frozenset()
+    assert [each.gradient for each in learn(pattern, 1, outside=False)] == [None, None]
+
+
+def test_a_loop_whose_loss_is_computed_outside_has_one_at_the_logits() -> None:
+    pattern = Pattern()
+    learn(pattern, 4, outside=True)
+    assert pattern.positions == frozenset({"[0]"})
+    logits, loss = learn(pattern, 1, outside=True)
+    assert logits.gradient is not None
+    assert loss.gradient is None
+
+
+def test_a_loss_from_elsewhere_is_learnt_anew() -> None:
+    pattern = Pattern()
+    learn(pattern, 4, outside=False)
+    learn(pattern, 1, outside=True)
+    assert pattern.positions is None
+    learn(pattern, 4, outside=True)
+    assert pattern.positions == frozenset({"[0]"})
+
+
+# Numbers in place of arrivals.
+
+
+class Output(NamedTuple):
+    logits: Tensor
+
+
+def test_numbers_stand_for_the_arrivals_of_a_tensor_and_of_a_tuple() -> None:
+    logits, loss = outputs()
+    for output in (
+        loss,
+        (logits, loss),
+        (None, loss, None),
+        (torch.ones(3), logits),
+        torch.ones(3),
+        (),
+        (logits,) * 20,
+    ):
+        numbers = numbers_of(output)
+        assert numbers is not None
+        made, known = listed(numbers), await_gradients(output, ())
+        assert [(each.position, each.number) for each in made] == [(each.position, each.number) for each in known]
+
+
+def test_what_has_to_be_walked_through_has_no_numbers() -> None:
+    logits, _ = outputs()
+    for output in ({"logits": logits}, [logits], Output(logits), (logits, [logits]), (nn.Parameter(logits.detach()),)):
+        assert numbers_of(output) is None
+
+
+@pytest.mark.parametrize("place", ["", "[1]"])
+def test_whether_it_was_returned_is_told_from_numbers_as_from_arrivals(place: str) -> None:
+    logits, loss = outputs()
+    output = (logits, loss) if place else loss
+    numbers = numbers_of(output)
+    assert numbers is not None
+    for losses in ([loss], [loss * 2], [logits], [loss, loss], [loss.detach()], []):
+        assert returned(losses, numbers) == (direct(losses, await_gradients(output, ())) is not None)
+    # `loss /= 4` is the same tensor, and another node.
+    loss /= 4
+    assert not returned([loss], numbers)
+
+
+def test_positions_are_those_of_a_walk_however_many_there_are() -> None:
+    output = tuple(torch.ones(2, requires_grad=True) * place for place in range(20))
+    assert [each.position for each in await_gradients(output, ())] == [f"[{place}]" for place in range(20)]
+    mixed = (None, {"x": output[0]}, output[1])
+    assert [each.position for each in await_gradients(mixed, ())] == ["[1]['x']", "[2]"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ from gpt_guard.records import Finding, Observation, Report
 from gpt_guard.replaying.outcome import Outcome
 from gpt_guard.replaying.service import Replayer
 from gpt_guard.runtime import arguments
-from gpt_guard.runtime.dispatch import Desk
+from gpt_guard.runtime.dispatch import Dispatch
 from gpt_guard.runtime.policy import Policy, Rules
 from gpt_guard.runtime.progress import Progress
 from gpt_guard.runtime.reporting import header, make_report
@@ -107,7 +108,7 @@ class Guardian(Staged):
         self._replayer = again = Replayer(arguments.checked_replay(replay))
         box = BlackBox(folder, self._subject.alive, again.recipe_for, self.report, bundle_limit_mb)
         outputs += [] if folder is None else [*with_report(JsonlSink(folder)), box]
-        self._desk = Desk(Policy(policy, strict=strict), outputs, self._progress, again.enrich, box.note)
+        self._dispatch = Dispatch(Policy(policy, strict=strict), outputs, self._progress, again.enrich, box.note)
         self._session: Session | None = None
         self._not_watched = [NEVER_ENTERED]
         self._unentered = warn_if_trained(self, model)
@@ -124,14 +125,14 @@ class Guardian(Staged):
             raise GuardUsageError("this Guardian is already watching: stop() it first, or leave the `with` around it")
         model, optimizers = self._subject.alive()
         self._unentered.detach()
-        self._desk.quiet = False
-        self._desk.open(header(model, optimizers, self.guards, self.step))
+        self._dispatch.quiet = False
         try:
+            self._dispatch.open(header(model, optimizers, self.guards, self.step))
             self._session = Session(
                 model,
                 optimizers,
                 self.guards,
-                self._desk,
+                self._dispatch,
                 self._progress,
                 immediate=arguments.reads_at_once(self._reads, model),
                 **self._inspect,
@@ -140,8 +141,12 @@ class Guardian(Staged):
                 run_dir=self._run_dir,
                 replayer=self._replayer,
             )
+            # One that is dropped while it watches, as in a notebook, takes itself off.
+            self._dropped = weakref.finalize(self, self._session.close)
+            self._dropped.atexit = False
+            self._session.open()
         except BaseException:
-            self._desk.close(self.report())
+            self._end()
             raise
         return self
 
@@ -150,13 +155,22 @@ class Guardian(Staged):
         self._leave(None)
 
     def _leave(self, error: BaseException | None) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            self._desk.quiet = error is not None
-            try:
-                session.leave(self._not_watched)
-            finally:
-                self._desk.close(self.report())
+        if self._session is None:
+            return
+        self._dispatch.quiet = error is not None
+        try:
+            self._session.leave(self._not_watched)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """Detach, and close the sinks; a Guardian that was interrupted in here ends it with the next `stop()`."""
+        try:
+            if self._session is not None:
+                self._session.close()
+            self._session = None
+        finally:
+            self._dispatch.close(self.report())
 
     @property
     def latest(self) -> Observation | None:
@@ -164,7 +178,7 @@ class Guardian(Staged):
 
         On an accelerator what is measured after a step (`update_ratio`) is filled in with the next one.
         """
-        return self._settled().latest
+        return self._progress.latest
 
     @property
     def step(self) -> int:
@@ -174,25 +188,19 @@ class Guardian(Staged):
     @property
     def findings(self) -> tuple[Finding, ...]:
         """All findings so far, each cause once."""
-        self._settled()
-        return tuple(self._desk.findings)
-
-    def _settled(self) -> Progress:
-        if self._session is not None:
-            self._session.settle()
-        return self._progress
+        return tuple(self._dispatch.findings)
 
     def report(self) -> Report:
         """Run facts and findings as of now."""
         unseen = self._session.blind_spots() if self._session is not None else self._not_watched
-        unseen = [*unseen, *self._desk.blind_spots()]
-        return make_report(self._subject.model(), self.guards, self._desk, self._settled(), unseen)
+        unseen = [*unseen, *self._dispatch.blind_spots()]
+        return make_report(self._subject.model(), self.guards, self._dispatch, self._progress, unseen)
 
     def log(self, **metrics: Any) -> None:
         """Note numbers of your own under the newest step; tensors of one element are read, others a GuardUsageError."""
         numbers = arguments.checked_metrics(metrics)
-        self._settled().log(numbers)
-        self._desk.log(max(self._progress.step - 1, 0), numbers)
+        self._progress.log(numbers)
+        self._dispatch.log(max(self._progress.step - 1, 0), numbers)
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
@@ -215,7 +223,6 @@ class Guardian(Staged):
 
         Verifies before it changes anything; `gpt_guard.load_checkpoint` says what it raises and what `strict` means.
         """
-        self._settled()
         parts = self._parts()
         loaded = load_checkpoint(path, parts.pop("model"), strict=strict, **parts)
         if loaded.guard_state:
@@ -225,7 +232,7 @@ class Guardian(Staged):
         return loaded
 
     def _parts(self) -> dict[str, Any]:
-        return {**self._subject.parts(), "on_finding": self._desk.submit, **stamp_of(self.guards, self._belongings)}
+        return {**self._subject.parts(), "on_finding": self._dispatch.submit, **stamp_of(self.guards, self._belongings)}
 
     def inspect_now(self, steps: int = 1) -> Microscope:
         """Look hard at the next `steps` optimizer steps, as at the first ones: they cost more, and change nothing.
@@ -251,10 +258,10 @@ class Guardian(Staged):
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on counting and judging: plain numbers, loadable with `weights_only=True`."""
-        return state_of(self._settled(), self.guards)
+        return state_of(self._progress, self.guards)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state, before entering; guards that were not there then start fresh."""
-        take_back(state, self._settled(), self.guards)
+        take_back(state, self._progress, self.guards)
         if self._session is not None:
             self._session.watch.inspection.restart()

@@ -17,7 +17,7 @@ from gpt_guard import Guardian
 from gpt_guard.errors import GuardError
 from gpt_guard.records import Finding
 
-from .lane_kit import KeptLate, batch
+from .loop_kit import Kept, batch
 
 # What the net computes is not drawn at random, and enough steps for light ones.
 STEPS = 30
@@ -46,7 +46,7 @@ class Run:
         self.optimizer = make(self.model.parameters())
         self.graphs = 0
         self.losses: list[float] = []
-        self.sink = KeptLate()
+        self.sink = Kept()
         self.guardian = Guardian(self.model, self.optimizer, sinks=[self.sink]) if guarded else None
         self._backend: Any = torch._dynamo.lookup_backend(backend)
         self._options = options

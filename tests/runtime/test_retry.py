@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from gpt_guard import Guardian
 
-from .lane_kit import KeptLate, batch, net, pace, told
+from .loop_kit import Kept, batch, net, told
 
 STEPS = 40
 EARLY, LATE = 4, 30
@@ -74,27 +74,21 @@ def through_its_own_code(optimizer: Optimizer) -> None:
 @pytest.mark.parametrize("again", [through_a_hook, through_its_own_code])
 @pytest.mark.parametrize("at", [EARLY, LATE])
 def test_a_step_that_is_made_again_is_counted_at_its_number(at: int, again: Again, reads: Any) -> None:
-    model, sink = net(), KeptLate()
+    model, sink = net(), Kept()
     optimizer = Halfway(model.parameters(), lr=1e-3)
-    light: set[int] = set()
     with Guardian(model, optimizer, sinks=[sink], reads=reads) as guardian:
         for step in plain(model, optimizer, {at: again}):
             assert guardian.step == step + 1
-            light |= set() if pace(guardian).full else {step + 1}
     assert [each.step for each in sink.seen] == list(range(STEPS))
     assert all(each.grad_norm and each.grad_norm_clipped is not None and each.loss for each in sink.seen)
     assert not told(sink)
-    # The later one is a light step.
-    assert reads == "per_step" or LATE in light
-    if again is through_a_hook and reads == "immediate":
-        assert {LATE + 1, STEPS - 1} <= light
 
 
 def test_its_figures_are_those_of_one_that_is_made_at_once() -> None:
     exact, close = [], []
     raisings: list[dict[int, Again]] = [{}, {EARLY: through_a_hook, LATE: through_a_hook}]
     for raising in raisings:
-        model, sink = net(), KeptLate()
+        model, sink = net(), Kept()
         optimizer = AdamW(model.parameters(), lr=1e-3)
         with Guardian(model, optimizer, sinks=[sink]):
             for _ in plain(model, optimizer, raising):
@@ -109,7 +103,7 @@ def test_its_figures_are_those_of_one_that_is_made_at_once() -> None:
 @pytest.mark.parametrize("again", [through_a_hook, through_its_own_code])
 @pytest.mark.parametrize("at", [EARLY, LATE])
 def test_a_step_that_is_not_made_again_does_not_count(at: int, again: Again) -> None:
-    model, sink = net(), KeptLate()
+    model, sink = net(), Kept()
     optimizer = Halfway(model.parameters(), lr=1e-3)
     with Guardian(model, optimizer, sinks=[sink]) as guardian:
         for step in range(STEPS):
@@ -164,7 +158,7 @@ def nested(model: nn.Module) -> Nested:
 @pytest.mark.parametrize("how", ["goes on", "retries", "falls_back", "made again"])
 @pytest.mark.parametrize("at", [EARLY, LATE])
 def test_a_step_inside_of_a_step_counts_once(at: int, how: str) -> None:
-    model, sink = net(), KeptLate()
+    model, sink = net(), Kept()
     optimizer = nested(model)
 
     def act(_own: Optimizer) -> None:
@@ -186,7 +180,7 @@ def test_a_step_inside_of_a_step_counts_once(at: int, how: str) -> None:
 
 @pytest.mark.parametrize("at", [EARLY, LATE])
 def test_a_step_with_a_closure_that_raises_after_it(at: int) -> None:
-    model, sink = net(), KeptLate()
+    model, sink = net(), Kept()
     optimizer = AdamW(model.parameters(), lr=1e-3)
 
     with Guardian(model, optimizer, sinks=[sink]) as guardian:

@@ -14,7 +14,7 @@ from torch import nn
 
 from gpt_guard import Guardian
 
-from .lane_kit import net, train
+from .loop_kit import net, train
 
 SCRIPT = """
 import torch

@@ -43,5 +43,4 @@ def is_scripted(module: nn.Module) -> bool:
 
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Whether `module.compile()` was called: its hooks become part of the compiled code."""
-    # The class's own is what `module_calls` puts there.
     return vars(module).get("_compiled_call_impl") is not None

@@ -55,7 +55,10 @@ class _Ours:
         with _LOCK:
             _, keys = self._keys.get(held, (None, set()))
             keys.discard(key)
-            if not keys and self._keys.pop(held, None) is not None and not self._keys:
+            if not keys:
+                self._keys.pop(held, None)
+            # Also where an interrupt came between its beginning and the first hook.
+            if not self._keys:
                 self._uninstall()
 
     def _find(self, held: Any) -> set[int] | None:
@@ -111,6 +114,72 @@ class Uncopiable:
         self._handle.remove()
         while self._held:
             _OURS.remove(self._held.pop(), self._handle.id)
+
+
+class HookSet:
+    """Hooks that one owner puts on modules and optimizers, and takes away again; copies leave them out.
+
+    What is put where is noted before it is done, and `close` looks for the hooks where they were to lie: an interrupt
+    at any line, of adding or of removing, leaves none behind once `close` has run, which it may do twice.
+    """
+
+    def __init__(self) -> None:
+        self._placed: list[tuple[tuple[_Held, ...], Uncopied]] = []
+
+    def before_forward(self, module: nn.Module, hook: Uncopied, *, with_kwargs: bool = False) -> None:
+        """Have `hook(module, args)` called before the module's forward, or `hook(module, args, kwargs)`."""
+        places: Any = (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
+        self._add(places, hook, module.register_forward_pre_hook, with_kwargs=with_kwargs)
+
+    def after_forward(self, module: nn.Module, hook: Uncopied, *, always_call: bool = False) -> None:
+        """Have `hook(module, args, output)` called after the module's forward; with `always_call` if it raised, too."""
+        places: Any = (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called)
+        self._add(places, hook, module.register_forward_hook, always_call=always_call)
+
+    def before_step(self, optimizer: Any, hook: Uncopied) -> None:
+        """Have `hook(optimizer, args, kwargs)` called before the optimizer's step."""
+        self._add((optimizer._optimizer_step_pre_hooks,), hook, optimizer.register_step_pre_hook)
+
+    def after_step(self, optimizer: Any, hook: Uncopied) -> None:
+        """Have `hook(optimizer, args, kwargs)` called after the optimizer's step."""
+        self._add((optimizer._optimizer_step_post_hooks,), hook, optimizer.register_step_post_hook)
+
+    def before_state_dict(self, module: nn.Module, hook: Uncopied) -> None:
+        """Have `hook(module, prefix, keep_vars)` called before the module's state is given out."""
+        places: Any = (module._state_dict_pre_hooks,)
+        self._add(places, hook, module.register_state_dict_pre_hook)
+
+    def _add(self, places: tuple[_Held, ...], hook: Uncopied, register: Callable[..., Any], **options: Any) -> None:
+        self._placed.append((places, hook))
+        key = register(hook, **options).id
+        for held in places:
+            _OURS.add(held, key)
+
+    def move_to_end(self, held: _Held) -> None:
+        """Have all hooks that are ours in a dictionary called after those of others."""
+        for key in [key for key, each in held.items() if isinstance(each, Uncopied)]:
+            held.move_to_end(key)
+
+    def leave(self, module: nn.Module) -> None:
+        """Take those of one module away."""
+        held = module._forward_pre_hooks, module._forward_hooks
+        for places, hook in self._placed:
+            if any(places[0] is each for each in held):
+                _take_away(places, hook)
+
+    def close(self) -> None:
+        """Take them all away."""
+        for places, hook in self._placed:
+            _take_away(places, hook)
+        self._placed.clear()
+
+
+def _take_away(places: tuple[_Held, ...], hook: Uncopied) -> None:
+    held, *extra = places
+    for key in [key for key, each in held.items() if each is hook]:
+        for each in (held, *extra):
+            _OURS.remove(id(each), key)
+            each.pop(key, None)
 
 
 def _without_ours(original: Callable[..., Any], _: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

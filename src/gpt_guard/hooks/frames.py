@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.hooks.module_calls import watched_call
 from gpt_guard.hooks.tensors import walk
 from gpt_guard.records import SourceLine
 
@@ -28,8 +27,6 @@ _PACKAGES = ("site-packages", "dist-packages")
 # Code without a file that is nobody's line: the import system, and forwards written by torch.fx.
 _NO_FILE = ("<frozen ", "<eval_with_key>")
 _CALL = nn.Module._call_impl.__code__
-# Stands around the call, and is there alone once the module has returned.
-_AROUND = watched_call.__code__
 
 
 def user_line() -> SourceLine | None:
@@ -54,7 +51,7 @@ def caller_line(module: nn.Module) -> SourceLine | None:
     frame: FrameType | None = sys._getframe(1)
     found: FrameType | None = None
     while frame is not None:
-        if frame.f_code in (_CALL, _AROUND) and frame.f_locals["self"] is module:
+        if frame.f_code is _CALL and frame.f_locals["self"] is module:
             found = frame
         frame = frame.f_back
     while found is not None and is_foreign(found.f_code.co_filename):
@@ -62,28 +59,11 @@ def caller_line(module: nn.Module) -> SourceLine | None:
     return None if found is None else line_of(found)
 
 
-def user_site() -> tuple[CodeType, int] | None:
-    """The same as a place in its code, which `line_in` makes a line of: for where a line is hardly ever asked for."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and is_foreign(frame.f_code.co_filename):
-        frame = frame.f_back
-    return None if frame is None else (frame.f_code, frame.f_lasti)
-
-
 def line_of(frame: FrameType) -> SourceLine:
     """The line at which a frame stands."""
     code = frame.f_code
     text = linecache.getline(code.co_filename, frame.f_lineno, frame.f_globals).strip()
     return SourceLine(file=code.co_filename, line=frame.f_lineno, function=code.co_name, text=text)
-
-
-def line_in(code: CodeType, at: int) -> SourceLine | None:
-    """The line of some code at an offset in bytes (`frame.f_lasti`); None where it is not the user's."""
-    line = next((line for start, end, line in code.co_lines() if start <= at < end), None)
-    if line is None or is_foreign(code.co_filename):
-        return None
-    text = linecache.getline(code.co_filename, line).strip()
-    return SourceLine(file=code.co_filename, line=line, function=code.co_name, text=text)
 
 
 def is_foreign(file: str) -> bool:
@@ -101,16 +81,12 @@ class Call(NamedTuple):
     inputs: tuple[tuple[Any, ...], dict[str, Any]] | None
 
 
-def running_calls(code: CodeType | None = None) -> list[Call]:
-    """The modules whose code is running in this thread, innermost first. Walks all frames: only after a failure.
-
-    `code` leaves out what was called from that code, if it is running.
-    """
+def running_calls() -> list[Call]:
+    """The modules whose code is running in this thread, innermost first. Walks all frames: only after a failure."""
     found: list[Call] = []
-    frame = _running(code) or sys._getframe(1)
-    before = frame.f_code
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _CALL or (frame.f_code is _AROUND and before is not _CALL):
+        if frame.f_code is _CALL:
             inside = frame.f_locals
             module = inside["self"]
             # The frames of its forward came before: they stand for the same call.
@@ -119,17 +95,8 @@ def running_calls(code: CodeType | None = None) -> list[Call]:
             found.append(Call(module, (inside["args"], inside["kwargs"])))
         elif (module := _method_of(frame)) is not None and not (found and found[-1].module is module):
             found.append(Call(module, None))
-        if frame.f_back is None:
-            break
-        before, frame = frame.f_code, frame.f_back
-    return found
-
-
-def _running(code: CodeType | None) -> FrameType | None:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code is not code:
         frame = frame.f_back
-    return frame
+    return found
 
 
 def running_module(among: Container[int] | None = None) -> nn.Module | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -22,28 +22,6 @@ class GradNorms(NamedTuple):
 
     names: list[str]
     norms: Any
-
-
-class HeardNorms:
-    """The same, where they stand in a tensor that is free to read: it is read when somebody wants to know."""
-
-    __slots__ = ("_norms", "names")
-
-    def __init__(self, names: list[str], norms: Tensor) -> None:
-        self.names = names
-        self._norms: Any = norms
-
-    @property
-    def norms(self) -> list[float]:
-        """One float for each name."""
-        if isinstance(self._norms, Tensor):
-            self._norms = self._norms.tolist()
-        found: list[float] = self._norms
-        return found
-
-    def __iter__(self) -> Iterator[Any]:
-        """Names and norms, to be unpacked as those that were measured are."""
-        return iter((self.names, self.norms))
 
 
 class Gradients:
@@ -85,15 +63,6 @@ class Gradients:
         """Remember the state of all gradients as it is now."""
         self._mark = self.now()
 
-    def forget(self) -> None:
-        """Remember that no parameter has a gradient: somebody has looked."""
-        self._mark = self._nothing
-
-    def recall(self, parameters: Iterable[Tensor], states: Iterable[tuple[int, int]]) -> None:
-        """Remember these identities and versions for the gradients of these parameters, and none for the others."""
-        known = dict(zip(map(id, parameters), states, strict=False))
-        self._mark = [known.get(id(parameter), _NONE) for parameter in self.parameters]
-
     def now(self) -> list[tuple[int, int]]:
         """Identity and version of each gradient now; remembers nothing."""
         return _state(self.current())
@@ -122,9 +91,7 @@ class Gradients:
         before, self._mark = self._mark, _state(self.current() if grads is None else grads)
         return before != self._mark
 
-    def applied(
-        self, measured: GradNorms | HeardNorms, unit: Tensor | float | None, *, immediate: bool
-    ) -> GradNorms | None:
+    def applied(self, measured: GradNorms, unit: Tensor | float | None, *, immediate: bool) -> GradNorms | None:
         """Norms just before a step, given those after the backward; None if the gradients are still the same.
 
         Always measures all of them. A version counter would tell most writes, but not `grad.data.clamp_()` or a

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from gpt_guard.hooks.forward import ForwardTap
 from gpt_guard.hooks.functions.functions import FunctionTap
 from gpt_guard.hooks.isolation.preserve import preserved
+from gpt_guard.hooks.module_hooks import ModuleHooks
 
 Listener = Callable[[], None]
 # A step of more forwards than this on average is none that anybody waits for.
@@ -26,7 +26,7 @@ class Inspection:
     went into listeners and probes, `probes` the names of those that ran, `steps_seen` the steps that were inspected.
     """
 
-    def __init__(self, tap: ForwardTap, *, steps: int, every: int = 0) -> None:
+    def __init__(self, tap: ModuleHooks, *, steps: int, every: int = 0) -> None:
         self.functions = FunctionTap()
         self.active = False
         self.looking = False

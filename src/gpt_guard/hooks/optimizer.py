@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 
 from gpt_guard.errors import GuardUsageError
-from gpt_guard.hooks.copies import Uncopiable, Uncopied
+from gpt_guard.hooks.copies import HookSet, Uncopied
 from gpt_guard.hooks.untraced import answered_when_traced, around, away, in_one_graph, left_alone, looking
 
 _MOST_WRAPPERS = 8
@@ -178,20 +178,19 @@ def _schedules(thing: Any) -> bool:
 class StepHooks:
     """Pre- and post-hooks on each optimizer, for as long as a Guardian is active."""
 
-    def __init__(self, optimizers: tuple[Optimizer, ...], listener: StepListener) -> None:
-        self._handles: list[Any] = []
-        try:
-            for index, optimizer in enumerate(optimizers):
-                self._handles.append(Uncopiable(optimizer.register_step_pre_hook(_Begins(listener, index, optimizer))))
-                self._handles.append(Uncopiable(optimizer.register_step_post_hook(_Ended(listener, index, optimizer))))
-        except BaseException:
-            self.close()
-            raise
+    def __init__(self, optimizers: tuple[Optimizer, ...]) -> None:
+        self._optimizers = optimizers
+        self._hooks = HookSet()
+
+    def open(self, listener: StepListener) -> None:
+        """Begin to tell a listener."""
+        for index, optimizer in enumerate(self._optimizers):
+            self._hooks.before_step(optimizer, _Begins(listener, index, optimizer))
+            self._hooks.after_step(optimizer, _Ended(listener, index, optimizer))
 
     def close(self) -> None:
         """Take the hooks away; may run twice."""
-        while self._handles:
-            self._handles.pop().remove()
+        self._hooks.close()
 
 
 def _evaluated(closure: Callable[[], Any], listener: StepListener, index: int) -> Any:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpt_guard.hooks.capture.capture import NoCapture
-from gpt_guard.hooks.forward import ForwardTap
-from gpt_guard.hooks.gradients import GradNorms, HeardNorms
+from gpt_guard.hooks.gradients import GradNorms
 from gpt_guard.hooks.inspection import Inspection
 from gpt_guard.hooks.ledger import Ledger
 from gpt_guard.hooks.modes import ModeLog
+from gpt_guard.hooks.module_hooks import ModuleHooks
 from gpt_guard.hooks.pace import Pace
 from gpt_guard.hooks.versions import ParameterVersions
 from gpt_guard.records import Finding, SourceLine
@@ -31,10 +31,9 @@ class Watch:
     `backward_line` where, if that line has been left since; `grad_norms` are those of the last that reached the model.
     `evaluating` is True inside of `guardian.evaluating()`, `evaluation` in every forward without gradients. `scaling`
     is True while a GradScaler's scale is on the gradients, `closure` while a step evaluates a closure. `versions` tells
-    who wrote to the parameters. `settle()` has all steps judged that were made so far. `inspection` tells whether this
-    step is inspected, and of the calls in it, `pace` whether it is measured in full. `forward_begins` are called at
-    each forward of the model, `full_forwards` after them where it is measured in full. `logged` holds the newest
-    numbers that the loop gave to `guardian.log()`.
+    who wrote to the parameters. `inspection` tells whether this
+    step is inspected, and of the calls in it. `forward_begins` are called at each forward of the model, `forward_ended`
+    when it returns. `logged` holds the newest numbers that the loop gave to `guardian.log()`.
     A shared parameter appears once, under its first name.
     """
 
@@ -44,7 +43,7 @@ class Watch:
         optimizers: Sequence[Optimizer],
         *,
         immediate: bool,
-        tap: ForwardTap,
+        tap: ModuleHooks,
         submit: Callable[[Finding], None],
         inspection: Inspection | None = None,
         scheduler: Any = None,
@@ -59,7 +58,7 @@ class Watch:
         self.inspection = Inspection(tap, steps=0) if inspection is None else inspection
         self.capture = NoCapture()
         self.modes = ModeLog(model)
-        self.pace = Pace(light=immediate)
+        self.pace = Pace(light=False)
         self.ledger = Ledger()
         self.submit = submit
         self.step = 0
@@ -70,11 +69,9 @@ class Watch:
         self.evaluating = False
         self.scaling = False
         self.closure = False
-        # Replaced by whoever keeps steps that are not judged yet.
-        self.settle: Callable[[], None] = _nothing
         self.loss: Tensor | None = None
         self.backward_line: SourceLine | None = None
-        self.grad_norms: GradNorms | HeardNorms | None = None
+        self.grad_norms: GradNorms | None = None
         self.logged: dict[str, float] = {}
         self.times_logged: dict[str, int] = {}
         self.modes_meant: set[str] = set()
@@ -82,7 +79,8 @@ class Watch:
         self.extra: dict[str, Tensor] = {}
         self.versions = ParameterVersions(self.parameters)
         self.forward_begins: list[Callable[[], None]] = []
-        self.full_forwards: list[Callable[[], None]] = []
+        self.full_forwards = self.forward_begins
+        self.settle: Callable[[], None] = lambda: None
         self.forward_ended: list[Callable[[Any], None]] = []
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._held: list[dict[str, Tensor]] = []
@@ -136,7 +134,3 @@ class Watch:
     def ran(self) -> set[str] | None:
         """Paths of the modules that returned since the model was last called; None if nobody watches outputs."""
         return {self.tap.names[index] for index in self.tap.order} if self.tap.watching else None
-
-
-def _nothing() -> None:
-    return None

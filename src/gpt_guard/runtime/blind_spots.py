@@ -21,7 +21,7 @@ _LONG_AT_FIRST = 1000
 _READ_EVERY = 10
 
 
-class Unseen:
+class BlindSpots:
     """Counts what reaches the model, and says when steps or forwards pass by unseen; reads no device.
 
     `backwards` counts the backward calls that were ours, `attempts` the steps that were begun or skipped; those after

@@ -1,4 +1,4 @@
-"""The desk: every finding comes here, gets its context, and is halted on, said or kept, as the policy decides."""
+"""Every finding comes here, gets its context, and is halted on, said or kept, as the policy decides."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpt_guard.sinks.base import Sink
 _MOST_CAUSES = 1000
 
 
-class Desk:
+class Dispatch:
     """Collects findings and passes observations on to the sinks; the only place that raises a GuardError.
 
     A cause is said once: repeats are counted in `counts` and `repeats`, not listed again. Survives leaving and
@@ -46,11 +46,6 @@ class Desk:
         """All findings so far, each cause once; the troubles of sinks among them."""
         self._take_troubles()
         return self._findings
-
-    @property
-    def late(self) -> bool:
-        """Whether each output takes observations late."""
-        return all(sink.late for sink in self.sinks)
 
     def submit(self, finding: Finding) -> None:
         """Take a finding; raises the GuardError that stands for it if the policy says halt.

@@ -1,4 +1,4 @@
-"""The roster: calls the guards at their moments, and keeps one that fails itself from taking the training down."""
+"""Calls the guards at their moments, and keeps one that fails itself from taking the training down."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpt_guard.records import Finding, Moment, Observation
 _MOMENTS = ("before_backward", "after_backward", "before_step", "after_step")
 
 
-class Roster:
+class GuardRunner:
     """The attached guards, by moment; only those that override a method are called for it."""
 
     def __init__(self, guards: Sequence[Guard], submit: Callable[[Finding], None]) -> None:
@@ -27,10 +27,7 @@ class Roster:
         self._guards = list(guards)
         self._submit = submit
         self._calls: dict[str, list[tuple[Guard, Callable[..., None]]]] = {}
-        self._light: dict[str, list[tuple[Guard, Callable[..., None]]]] = {}
         self._judges: dict[Moment, list[Guard]] = {}
-        self._late: dict[Moment, list[Guard]] = {}
-        self._asked: list[tuple[Guard, Callable[[], bool]]] = []
         self._active: set[int] = set()
         self._rests = False
         self._sort()
@@ -50,13 +47,7 @@ class Roster:
         self._calls = {
             name: [(guard, getattr(guard, name)) for guard in called if _overrides(guard, name)] for name in _MOMENTS
         }
-        self._light = {
-            name: [(guard, method) for guard, method in calls if guard.light is None or name in guard.light]
-            for name, calls in self._calls.items()
-        }
         self._judges = {moment: [guard for guard in called if moment in guard.judged_at] for moment in Moment}
-        self._late = {moment: [guard for guard in judges if guard.late] for moment, judges in self._judges.items()}
-        self._asked = [(guard, guard.due) for guard in called if not guard.late]
         self._active = {id(guard) for guard in self._guards}
 
     def attach(self, guard: Guard, watch: Watch) -> None:
@@ -78,38 +69,14 @@ class Roster:
 
     def call(self, moment: str, *args: Any) -> None:
         """Run one moment method of every guard that has it."""
-        self._run(self._calls[moment], args)
-
-    def call_light(self, moment: str, *args: Any) -> None:
-        """Run one moment method of the guards that want it in a light step too."""
-        if calls := self._light[moment]:
-            self._run(calls, args)
-
-    def wants(self, moment: str) -> bool:
-        """Whether a guard wants this moment method in a light step too."""
-        return bool(self._light[moment])
-
-    def _run(self, calls: list[tuple[Guard, Callable[..., None]]], args: tuple[Any, ...]) -> None:
         # As `_safely` does, without a call more for each guard.
-        for guard, method in calls:
+        for guard, method in self._calls[moment]:
             try:
                 method(*args)
             except GuardError:
                 raise
             except Exception as error:
                 self._drop(guard, error)
-
-    def due(self) -> bool:
-        """Whether any guard has something to judge in this light step; each is asked."""
-        found = False
-        for guard, due in self._asked:
-            try:
-                if due():
-                    found = True
-            except Exception as error:
-                self._drop(guard, error)
-                found = True
-        return found
 
     def listen(self, listener: Callable[..., None], *args: Any) -> None:
         """Run what a guard has registered, unless that guard is switched off by now."""
@@ -137,9 +104,9 @@ class Roster:
                     raise
                 self._drop(owner, error)
 
-    def judge(self, seen: Observation, *, late: bool = False) -> None:
-        """Let the guards judge an observation and submit what they find; `late`: those that may be told late."""
-        for guard in (self._late if late else self._judges)[seen.moment]:
+    def judge(self, seen: Observation) -> None:
+        """Let the guards judge an observation and submit what they find."""
+        for guard in self._judges[seen.moment]:
             try:
                 for found in guard.judge(seen):
                     self._submit_named(guard, found)
@@ -189,7 +156,7 @@ class Roster:
         self._sort()
         if guard._watch is not None:
             watch = guard._watch
-            registered: tuple[list[Any], ...] = (watch.forward_begins, watch.full_forwards, watch.forward_ended)
+            registered: tuple[list[Any], ...] = (watch.forward_begins, watch.forward_ended)
             for listeners in registered:
                 listeners[:] = [each for each in listeners if getattr(each, "__self__", None) is not guard]
         self.detach(guard)

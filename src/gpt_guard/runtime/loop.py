@@ -1,58 +1,84 @@
-"""The loop as gpt_guard sees it: tells forward, backward and step apart, and has each measured at its moment."""
+"""The loop as gpt_guard sees it: tells forward, backward and step apart, and has each measured at its moment.
+
+Every step is the same step: its gradients are measured when its backward ends, read and judged before the optimizer
+changes anything, and measured again when it has.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 from threading import get_ident
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from gpt_guard.hooks.clearings import Clearings
 from gpt_guard.hooks.gradients import Gradients
-from gpt_guard.hooks.optimizer import is_part_of_another
+from gpt_guard.hooks.losses import LossScale
+from gpt_guard.hooks.optimizer import innermost, is_part_of_another
+from gpt_guard.hooks.scaler import GradScaler
+from gpt_guard.hooks.scaler_use import ScalerUse
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Observation
-from gpt_guard.runtime.backlog import Backlog
-from gpt_guard.runtime.blind_spots import Unseen
-from gpt_guard.runtime.dispatch import Desk
-from gpt_guard.runtime.forwards import Forwards
-from gpt_guard.runtime.guard_runner import Roster
-from gpt_guard.runtime.lane import Lane
+from gpt_guard.runtime.blind_spots import BlindSpots
+from gpt_guard.runtime.dispatch import Dispatch
+from gpt_guard.runtime.guard_runner import GuardRunner
 from gpt_guard.runtime.progress import Progress
-from gpt_guard.runtime.scaled import ScalerEvents
-from gpt_guard.runtime.stepping import Steps
+from gpt_guard.runtime.step_record import StepRecords, batch_size
 
 _R = TypeVar("_R")
 
 
 class Loop:
-    """Listens to backward and optimizer; `forwards` listens to the model, `scaler` to GradScalers.
+    """Listens to the model's forwards, to backward, to the optimizers and to GradScalers.
 
-    `unseen` counts what passes by, and says what it missed.
+    `blind_spots` counts what passes by, and says what it missed.
     """
 
-    def __init__(self, watch: Watch, roster: Roster, desk: Desk, progress: Progress) -> None:
-        self.unseen = Unseen(watch, progress)
-        self.step_compiled = self.unseen.step_compiled
-        self._watch, self._roster, self._progress = watch, roster, progress
+    def __init__(self, watch: Watch, guards: GuardRunner, dispatch: Dispatch, progress: Progress) -> None:
+        self.blind_spots = BlindSpots(watch, progress)
+        self.step_compiled = self.blind_spots.step_compiled
+        self._watch, self._guards, self._progress = watch, guards, progress
         self._gradients = Gradients(watch.tracked)
         self._clearings = Clearings(watch, self._gradients)
-        self._steps = Steps(watch, self._gradients, roster, desk, progress)
-        self._pace, self._backlog = watch.pace, Backlog(roster, desk, progress)
-        watch.settle = self._backlog.settle
-        self.forwards = Forwards(watch, roster, progress, self._steps, self._backlog, self.unseen.look_inside)
-        self._threads = self.forwards.threads
-        self._lane: Lane | None = None
-        if watch.immediate and len(watch.optimizers) == 1 and desk.policy.usual:
-            parts = watch, self._gradients, roster, self._steps, progress, self.unseen, self._backlog
-            self._lane = Lane(*parts, self._measure, late=desk.late)
-        self.scaler = ScalerEvents(watch, self._gradients, self.unseen, self._skipped)
-        self._scale, self._use = self.scaler.scale, self.scaler.use
+        self._records = StepRecords(watch, self._gradients, guards, dispatch, progress)
+        # The threads in which the model was called.
+        self._threads: set[int] = set()
+        self._scale, self._scaler_use = LossScale(), ScalerUse()
+        # Whether one of our steps has begun since a scaler was asked to step.
+        self._stepped_by_scaler = False
         self._loss: Tensor | None = None
         self._stepped, self._open = False, [0] * len(watch.optimizers)
         self._observed: Observation | None = None
+
+    # Forwards of the model itself.
+
+    def forward_begins(self) -> None:
+        """Note whether this is training or evaluation, and how much data it takes."""
+        watch = self._watch
+        self._threads.add(get_ident())
+        watch.evaluation = watch.evaluating or not torch.is_grad_enabled()
+        if not watch.evaluation:
+            watch.forwards += 1
+            samples, tokens = batch_size(watch.tap.inputs)
+            self._progress.samples += samples
+            self._progress.tokens += tokens
+        self.blind_spots.look_inside()
+        if watch.inspection.active or watch.evaluation:
+            watch.inspection.forward_begins(evaluation=watch.evaluation)
+        self._guards.listen_all(watch.forward_begins)
+
+    def forward_ended(self, output: Any) -> None:
+        """An evaluation forward is read when it ends, since no step will come to read it."""
+        watch = self._watch
+        self._guards.listen_all(watch.forward_ended, output)
+        if watch.evaluation:
+            watch.tap.inputs = None
+            watch.inspection.evaluation_ended()
+            if not watch.immediate:
+                self._records.judge_early(self._records.early(), evaluation=True)
 
     # Backward: every one in the process; ours is one that changes gradients of ours.
 
@@ -60,22 +86,13 @@ class Loop:
         """False for a backward in a thread that has not called this model, while another has: it is not ours."""
         if self._threads and get_ident() not in self._threads:
             return False
-        watch, lane = self._watch, self._lane
-        if lane is not None:
-            if lane.light.waited:
-                lane.light.resolve()
-            if not watch.forwards:
-                self.forwards.passed_by()
-            # An open step is one that has raised.
-            usual = not (self._pace.full or watch.closure or self._use.seen or self._open[0])
-            if usual and lane.backward_begins(losses):
-                watch.tap.paused, self._loss, self._stepped, watch.forwards = True, losses[0], False, 0
-                return True
-            lane.long_way()
-            # Guards that are told of each backward have seen the steps before it by then.
-            self._backlog.settle()
+        watch = self._watch
+        if not watch.forwards:
+            # Modes count also where only parts of the model are called.
+            self.blind_spots.look_inside()
         watch.tap.paused = True
         if not watch.closure:
+            # An open step is one that has raised.
             self._open = [0] * len(self._open)
         cleared = self._gradients.mark()
         self._clearings.backward_begins()
@@ -86,102 +103,74 @@ class Loop:
         self._loss = self._scale.loss(losses)
         watch.capture.backward_begins(losses)
         if self._loss is not None:
-            self._roster.call("before_backward", self._loss)
+            self._guards.call("before_backward", self._loss)
         watch.forwards = 0
         return True
 
     def _begin_step(self) -> None:
         self._stepped = False
-        self._steps.begin()
+        self._records.begin()
         self._watch.micro_batch = 0
         self._watch.grad_norms = None
 
     def backward_ended(self) -> None:
         """Measure the gradients, if this backward was ours."""
-        watch, loss, lane = self._watch, self._loss, self._lane
+        watch, loss = self._watch, self._loss
         watch.tap.paused, self._loss = False, None
-        if lane is not None and lane.began:
-            if lane.backward_ended():
-                return
-            self._backlog.settle()
-        self._measure(loss)
-
-    def _measure(self, loss: Tensor | None) -> None:
-        """Measure the gradients in full, if a backward has changed ours."""
-        watch, lane = self._watch, self._lane
         grads = self._gradients.current()
         ours = self._gradients.touched(grads)
         self._scale.backward_ended(ours=ours)
         watch.scaling = self._scale.unit is not None
         if not ours:
             return
-        self._use.backward_ended(self._scale.unit, fresh=self._scale.fresh, state=self._gradients.state)
+        self._scaler_use.backward_ended(self._scale.unit, fresh=self._scale.fresh, state=self._gradients.state)
         if loss is not None and loss.numel() == 1:
             watch.ledger.put(f"loss.{watch.micro_batch}", loss.item() if watch.immediate else loss.reshape(()))
         watch.micro_batch += 1
         watch.grad_norms = self._gradients.measure(self._scale.unit, immediate=watch.immediate, current=grads)
         self._clearings.backward_ended()
-        if lane is not None:
-            lane.note()
         watch.loss = loss
         try:
-            self._roster.call("after_backward")
+            self._guards.call("after_backward")
         finally:
             watch.loss = None
-        if self.unseen.backward() and not watch.immediate:
-            self._steps.judge_early(self._steps.unstepped())
+        if self.blind_spots.backward() and not watch.immediate:
+            self._records.judge_early(self._records.unstepped())
         watch.capture.backward_ended(watch.micro_batch)
 
     def backward_failed(self) -> None:
         """The backward raised, or a guard halted: be ready for the next one."""
-        if self._lane is not None:
-            self._lane.backward_failed()
         self._watch.tap.paused = False
         self._loss = None
 
-    # Optimizer.
+    # Optimizers.
 
     def step_begins(self, index: int, *, closure: bool) -> None:
         """Read and judge before anything changes; with a closure the gradients come later, from inside the step."""
         self._open[index] += 1
-        watch, lane = self._watch, self._lane
+        watch = self._watch
         if self._open[index] > 1:
             if is_part_of_another(watch.optimizers[index]):
                 return
             # The one that was open has raised, and this one is made in its place.
             self._open[index] = 1
-            if lane is not None:
-                lane.ready, lane.stepping = lane.stepping, False
-        self.scaler.fired, self._observed = True, None
-        self.unseen.step()
+        self._stepped_by_scaler, self._observed = True, None
+        self.blind_spots.step()
         watch.step, watch.closure = self._progress.steps[index], closure
-        written = watch.versions.step_begins((index, watch.step))
-        if lane is not None and lane.light.waited:
-            self._or_no_step(index, lane.light.resolve)
-        if lane is not None and lane.ready and lane.step_begins(watch.optimizers[index], written=written or closure):
-            return
+        watch.versions.step_begins((index, watch.step))
         if not closure:
             self._clearings.step_begins(index)
-            if self._use.seen:
-                self._use.put(watch.ledger, index, self._gradients.now())
-            self._settle_before(index)
+            if self._scaler_use.seen:
+                self._scaler_use.put(watch.ledger, index, self._gradients.now())
+            self._judge_before(index)
 
     def closure_ended(self, index: int) -> None:
         """The first evaluation of a closure is where the step starts from."""
         if self._observed is None:
-            self._settle_before(index)
+            self._judge_before(index)
 
-    def _skipped(self, index: int) -> None:
-        """A GradScaler has left a step out."""
-        self._end_step()
-        self._use.step_ended(index, [])
-        self._steps.skipped_outside(index)
-
-    def _settle_before(self, index: int) -> None:
-        self._or_no_step(index, self._backlog.settle)
-        self._observed = seen = self._or_no_step(index, partial(self._steps.before, index))
-        if self._lane is not None and not seen.skipped:
-            self._lane.verify(seen.grad_norm, seen.grad_norm_clipped)
+    def _judge_before(self, index: int) -> None:
+        self._observed = self._or_no_step(index, partial(self._records.before, index))
 
     def _or_no_step(self, index: int, act: Callable[[], _R]) -> _R:
         try:
@@ -197,36 +186,27 @@ class Loop:
 
     def step_ended(self, index: int) -> None:
         """Measure what the step has done."""
-        lane = self._lane
         if self._open[index] > 1 and is_part_of_another(self._watch.optimizers[index]):
             self._open[index] -= 1
             return
         self._open[index] = 0
-        if lane is not None and lane.stepping:
-            self._stepped = True
-            if not self._watch.tap.calls:
-                self._end_step()
-            lane.step_ended(self._watch.optimizers[0])
-            return
         self._watch.versions.step_ended()
         seen, self._observed = self._observed, None
         self._gradients.remember()
         self._clearings.step_ended(index)
-        self._use.step_ended(index, self._gradients.state)
+        self._scaler_use.step_ended(index, self._gradients.state)
         try:
             if seen is None:
                 # A closure that was never called: there is nothing to compare with.
-                self._steps.count(index, self._steps.measure(index))
+                self._records.count(index, self._records.measure(index))
             elif seen.skipped:
-                self._steps.skip(index, seen)
+                self._records.skip(index, seen)
             else:
-                self._steps.after(index, seen)
+                self._records.after(index, seen)
         finally:
             self._end_step()
-        self.unseen.step_ended()
-        watch = self._watch
-        watch.inspection.step_ended(self._progress.step)
-        watch.pace.doubt() if watch.inspection.active else watch.pace.step_ended()
+        self.blind_spots.step_ended()
+        self._watch.inspection.step_ended(self._progress.step)
 
     def _end_step(self) -> None:
         watch = self._watch
@@ -237,24 +217,45 @@ class Loop:
         watch.tap.inputs = None
         if watch.tap.order and not watch.tap.calls:
             # Where only methods of the model are called, no call of the model itself ever starts the order anew.
-            self.unseen.saw_modules = True
+            self.blind_spots.saw_modules = True
             watch.tap.forget()
 
-    def settle(self) -> None:
-        """Have the steps judged that wait for it, and gradients that wait for clipping; raises what halts."""
-        self._backlog.settle()
-        if self._lane is not None:
-            self._lane.light.resolve()
+    # GradScalers: their scale is taken out of every figure, and a step that one leaves out is not a step.
 
-    def close(self) -> None:
-        """Let go of what listens to the loop; may run twice."""
-        if self._lane is not None:
-            self._lane.close()
+    def loss_scaled(self, scaler: GradScaler, outputs: Any, scaled: Any) -> None:
+        """Keep the scale for the backward that follows."""
+        self._scale.offer(scaler, outputs, scaled)
+        self._scaler_use.scaled(self._scale.offered)
+
+    def scaler_unscales(self, optimizer: Any) -> None:
+        """From here on the gradients of this optimizer are the true ones."""
+        if (index := self._own(optimizer)) is not None:
+            self._scaler_use.unscales(index)
+
+    def scaler_steps(self, optimizer: Any) -> None:
+        """A step may follow, or be skipped."""
+        self._stepped_by_scaler = False
+        if (index := self._own(optimizer)) is not None:
+            self.blind_spots.scaler_called()
+            self._scaler_use.scaler_steps(index, self._gradients.now())
+
+    def scaler_stepped(self, optimizer: Any) -> None:
+        """If none of our steps began in between, the scaler has skipped it."""
+        index = self._own(optimizer)
+        if index is not None and not self._stepped_by_scaler:
+            self.blind_spots.step()
+            self._end_step()
+            self._scaler_use.step_ended(index, [])
+            self._records.skipped_outside(index)
+        self._scaler_use.scaler_stepped()
+
+    def _own(self, optimizer: Any) -> int | None:
+        inner = innermost(optimizer)
+        return next((index for index, own in enumerate(self._watch.optimizers) if own is inner), None)
 
     def finish(self) -> None:
         """Complete what still waits, and let the guards say what is left to say."""
-        self.settle()
-        if (readings := self._steps.read()) and not self._watch.immediate:
+        if (readings := self._records.read()) and not self._watch.immediate:
             # A forward, or a backward, that no step has followed.
-            self._steps.judge_early(readings)
-        self._roster.finish()
+            self._records.judge_early(readings)
+        self._guards.finish()

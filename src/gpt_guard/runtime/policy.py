@@ -33,11 +33,6 @@ class Policy:
         self._table = {} if rules is None or callable(rules) else _checked(rules)
         self._strict = strict
 
-    @property
-    def usual(self) -> bool:
-        """Whether the default decides: then nothing halts but what is not finite, or a fingerprint."""
-        return self._decide is None and not self._table and not self._strict
-
     def __call__(self, finding: Finding) -> Action:
         """The action for this finding."""
         if self._decide is not None and (given := self._decide(finding)) is not None:

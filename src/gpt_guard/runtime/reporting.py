@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.hooks.surroundings import surroundings
 from gpt_guard.records import Report
-from gpt_guard.runtime.dispatch import Desk
+from gpt_guard.runtime.dispatch import Dispatch
 from gpt_guard.runtime.progress import Progress
 
 
 def make_report(
-    model: nn.Module | None, guards: Sequence[Guard], desk: Desk, progress: Progress, not_watched: Sequence[str]
+    model: nn.Module | None, guards: Sequence[Guard], dispatch: Dispatch, progress: Progress, not_watched: Sequence[str]
 ) -> Report:
     """The report as of now; reads nothing from the device. `model` is None where it no longer exists."""
     digests, unseen = _fingerprint(guards)
@@ -29,8 +29,8 @@ def make_report(
         not_watched=(*not_watched, *unseen),
         fingerprint=digests,
         facts={f"metrics.{name}": value for name, value in progress.metrics.items()},
-        findings=tuple(desk.findings),
-        counts=dict(desk.counts),
+        findings=tuple(dispatch.findings),
+        counts=dict(dispatch.counts),
         **progress.facts(),
     )
 

@@ -1,12 +1,13 @@
 """Session: one active stretch of a Guardian, from entering to leaving.
 
-Everything attached is registered on one ExitStack at the moment it is attached, so that a failed entry, an exception
-in the loop and a normal exit all take the same way out.
+It owns every change to torch. The undo of each is registered before the change is made, and may run twice, so that a
+failed entry, a Ctrl-C at any line, an exception in the loop and a normal exit all take the same way out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -18,29 +19,28 @@ from torch.optim import Optimizer
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.finite.microscope import Microscope
 from gpt_guard.errors import GuardError
-from gpt_guard.hooks import scaler as scaling
 from gpt_guard.hooks.backward import BACKWARD
-from gpt_guard.hooks.forward import ForwardTap
 from gpt_guard.hooks.inspection import Inspection
+from gpt_guard.hooks.module_hooks import ModuleHooks
 from gpt_guard.hooks.optimizer import StepHooks
+from gpt_guard.hooks.scaler import patches
 from gpt_guard.hooks.watch import Watch
-from gpt_guard.records import Finding
 from gpt_guard.replaying.service import Replayer
-from gpt_guard.runtime.dispatch import Desk
-from gpt_guard.runtime.guard_runner import Roster
+from gpt_guard.runtime.dispatch import Dispatch
+from gpt_guard.runtime.guard_runner import GuardRunner
 from gpt_guard.runtime.loop import Loop
 from gpt_guard.runtime.progress import Progress
 
 
 class Session:
-    """Attaches hooks, patches and guards, and detaches them; `close` may run twice."""
+    """Attaches hooks, patches and guards with `open`, and detaches them with `close`, which may run twice."""
 
     def __init__(
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         guards: Sequence[Guard],
-        desk: Desk,
+        dispatch: Dispatch,
         progress: Progress,
         *,
         immediate: bool,
@@ -51,86 +51,81 @@ class Session:
         run_dir: Path | None = None,
         replayer: Replayer | None = None,
     ) -> None:
-        self._desk = desk
+        self._dispatch = dispatch
         self._guards = tuple(guards)
         self._progress = progress
-        with ExitStack() as undo:
-            tap = ForwardTap(model, immediate=immediate)
-            undo.callback(tap.close)
-            watch = Watch(
-                model,
-                optimizers,
-                immediate=immediate,
-                tap=tap,
-                submit=self._submit,
-                inspection=Inspection(tap, steps=inspect_steps, every=inspect_every),
-                scheduler=scheduler,
-                run_dir=run_dir,
-            )
-            watch.step = progress.step
-            watch.logged, watch.times_logged = progress.metrics, progress.times_logged
-            self.watch = watch
-            if replayer is not None:
-                undo.callback(replayer.close)
-                replayer.open(watch, lambda: progress.latest)
-            self.roster = Roster(guards, self._submit)
-            tap.listen = watch.inspection.run = self.roster.listen
-            self.loop = Loop(watch, self.roster, desk, progress)
-            self._attach(undo, guards, scaler)
-            # Only now, with everything in place, does the way out belong to `close`.
-            self._undo = undo.pop_all()
+        self._replayer = replayer
+        self._undo: list[Callable[[], Any]] = []
+        tap = ModuleHooks(model, immediate=immediate)
+        self.watch = watch = Watch(
+            model,
+            optimizers,
+            immediate=immediate,
+            tap=tap,
+            submit=dispatch.submit,
+            inspection=Inspection(tap, steps=inspect_steps, every=inspect_every),
+            scheduler=scheduler,
+            run_dir=run_dir,
+        )
+        watch.step = progress.step
+        watch.logged, watch.times_logged = progress.metrics, progress.times_logged
+        self.guards = GuardRunner(guards, dispatch.submit)
+        self.loop = Loop(watch, self.guards, dispatch, progress)
+        self._patches = patches(scaler)
 
-    def _attach(self, undo: ExitStack, guards: Sequence[Guard], scaler: Any) -> None:
-        watch, loop = self.watch, self.loop
-        undo.callback(loop.close)
-        undo.callback(BACKWARD.remove, loop)
+    def open(self) -> None:
+        """Begin to watch; on any failure everything is as it was."""
+        try:
+            self._attach()
+        except BaseException:
+            self.close()
+            raise
+
+    def _attach(self) -> None:
+        watch, loop, undo = self.watch, self.loop, self._undo.append
+        self._began = time.perf_counter()
+        undo(watch.tap.close)
+        if self._replayer is not None:
+            undo(self._replayer.close)
+            self._replayer.open(watch, lambda: self._progress.latest)
+        watch.tap.listen = watch.inspection.run = self.guards.listen
+        undo(partial(BACKWARD.remove, loop))
         BACKWARD.add(loop)
-        for patch in scaling.patches(scaler):
-            undo.callback(patch.remove, loop.scaler)
-            patch.add(loop.scaler)
-        undo.callback(watch.modes.close)
+        for patch in self._patches:
+            undo(partial(patch.remove, loop))
+            patch.add(loop)
+        undo(watch.modes.close)
         watch.modes.open()
-        undo.callback(StepHooks(watch.optimizers, loop).close)
-        watch.tap.open(loop.forwards)
-        for guard in guards:
-            undo.callback(self.roster.detach, guard)
-            self.roster.attach(guard, watch)
-        watch.tap.shield(self.roster.listen)
+        steps = StepHooks(watch.optimizers)
+        undo(steps.close)
+        steps.open(loop)
+        watch.tap.open(loop)
+        for guard in self._guards:
+            undo(partial(self.guards.detach, guard))
+            self.guards.attach(guard, watch)
+        watch.tap.shield(self.guards.listen)
         watch.tap.finish_setup()
-        undo.callback(watch.inspection.close)
-        # An inspected step is never a light one, whoever asked for it.
-        watch.inspection.on_begin(watch.pace.doubt)
+        undo(watch.inspection.close)
         watch.inspection.on_end(self._note_inspection)
-        watch.inspection.rouse(self.roster.wake, self.roster.rest)
+        watch.inspection.rouse(self.guards.wake, self.guards.rest)
         watch.inspection.open(watch.step, optimizers=len(watch.optimizers))
-
-    def _submit(self, finding: Finding) -> None:
-        """A finding, after those of earlier steps; whatever it is, the next steps are measured in full."""
-        self.watch.settle()
-        self.watch.pace.doubt()
-        self._desk.submit(finding)
-
-    def settle(self) -> None:
-        """Have the steps judged that wait for it: somebody wants to know."""
-        self.loop.settle()
 
     def blind_spots(self) -> list[str]:
         """What cannot be seen in this stretch; empty means that everything asked for is watched."""
-        return self.loop.unseen.blind_spots() + self.roster.blind_spots()
+        return self.loop.blind_spots.blind_spots() + self.guards.blind_spots()
 
     def _note_inspection(self) -> None:
         self._progress.inspected = self.watch.inspection.facts()
 
     def inspect(self, steps: int) -> Microscope:
         """Inspect the next steps, with a microscope in place as long as they last unless there is one anyway."""
-        watch, roster = self.watch, self.roster
+        watch, guards = self.watch, self.guards
         watch.inspection.restart(steps)
-        watch.pace.doubt()
         found = next((guard for guard in self._guards if isinstance(guard, Microscope)), None)
         scope = Microscope() if found is None else found
         if found is None and watch.inspection.active:
-            roster.add(scope, watch)
-            watch.inspection.on_end(partial(roster.remove, scope))
+            guards.add(scope, watch)
+            watch.inspection.on_end(partial(guards.remove, scope))
         return scope
 
     def finish(self) -> None:
@@ -138,8 +133,8 @@ class Session:
         self._note_inspection()
         self.loop.finish()
         # A run that is cut short has not had its chance to be seen.
-        if not self._desk.quiet:
-            self.loop.unseen.finish()
+        if not self._dispatch.quiet:
+            self.loop.blind_spots.finish()
 
     def leave(self, unseen: list[str]) -> None:
         """Finish and close, and list in `unseen` what was not watched; raises a finding that halts at the end."""
@@ -147,7 +142,7 @@ class Session:
             self.finish()
         except GuardError as halt:
             # Said and recorded by now; the user's own exception goes first.
-            if not self._desk.quiet:
+            if not self._dispatch.quiet:
                 raise halt.with_traceback(None) from None
         finally:
             try:
@@ -156,5 +151,15 @@ class Session:
                 self.close()
 
     def close(self) -> None:
-        """Detach everything."""
-        self._undo.close()
+        """Detach everything, the newest first; may run twice, and goes on after a Ctrl-C in the middle of it."""
+        try:
+            self._detach()
+        except BaseException:
+            self._detach()
+            raise
+
+    def _detach(self) -> None:
+        with ExitStack() as undo:
+            for each in self._undo:
+                undo.callback(each)
+        self._undo.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from gpt_guard.runtime.data_stages import StageLog
-from gpt_guard.runtime.dispatch import Desk
+from gpt_guard.runtime.dispatch import Dispatch
 
 T = TypeVar("T")
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 class Staged:
     """The part of Guardian that looks at stages of preprocessing; it works inside and outside of an active one."""
 
-    _desk: Desk
+    _dispatch: Dispatch
     _stage_log: StageLog | None = None
 
     def stage(self, name: str, data: T) -> T:
@@ -25,4 +25,4 @@ class Staged:
         tensors; reads the device.
         """
         self._stage_log = log = self._stage_log or StageLog()
-        return log.note(name, data, self._desk.submit)
+        return log.note(name, data, self._dispatch.submit)

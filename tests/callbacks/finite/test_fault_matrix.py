@@ -15,13 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpt_guard import Finding, FiniteGuard, Guardian, NonFiniteError
-from gpt_guard.hooks.pace import Pace
 from gpt_guard.testing import inject_nonfinite
 
 STEP = 5
 WIDTH, VOCAB, LENGTH = 8, 11, 6
-# "light" reads at once too, and takes the short way through the step that breaks.
-Reads = Literal["immediate", "light", "per_step"]
+Reads = Literal["immediate", "per_step"]
 
 
 class Attention(nn.Module):
@@ -83,8 +81,6 @@ class Run:
     broken_at: tuple[Any, str, float] | None = None
     before: Any = None
     after: Any = None
-    light: Callable[[], bool] = bool
-    was_light: bool = False
 
     @classmethod
     def new(cls) -> Run:
@@ -106,7 +102,7 @@ class Run:
                 if step == STEP and self.broken_at is not None:
                     setattr(*self.broken_at)
                 if step == STEP:
-                    self.before, self.was_light = self.state(), self.light()
+                    self.before = self.state()
                 self.step()
         finally:
             self.after = self.state()
@@ -234,23 +230,18 @@ def check(found: Finding, fault: Fault, reads: Reads) -> None:
         assert found.where is None
 
 
-@pytest.mark.parametrize("reads", ["immediate", "light", "per_step"])
+@pytest.mark.parametrize("reads", ["immediate", "per_step"])
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 @pytest.mark.parametrize("inside", [True, False], ids=["guardian first", "fault first"])
 def test_the_right_one_is_named_and_nothing_is_updated(
-    fault: Fault, value: float, reads: Reads, inside: bool, monkeypatch: pytest.MonkeyPatch
+    fault: Fault, value: float, reads: Reads, inside: bool
 ) -> None:
     run = Run.new()
-    if reads == "light":
-        monkeypatch.setattr(Pace, "first", 2)
-    how: Literal["immediate", "per_step"] = "per_step" if reads == "per_step" else "immediate"
-    guardian = Guardian(run.model, run.optimizer, guards=[FiniteGuard()], sinks=[], reads=how, replay=False)
-    run.light = lambda: guardian._session is not None and not guardian._session.watch.pace.full
+    guardian = Guardian(run.model, run.optimizer, guards=[FiniteGuard()], sinks=[], reads=reads, replay=False)
     first, second = (guardian, broken(run, fault, value)) if inside else (broken(run, fault, value), guardian)
     with pytest.raises(NonFiniteError) as caught, first, second:
         run.train()
-    assert run.was_light is (reads == "light")
     check(caught.value.finding, fault, reads)
     if fault.code != "GG106":
         assert same(run.after, run.before)

@@ -274,7 +274,7 @@ def test_a_failure_of_the_guard_itself_never_reaches_the_loop(monkeypatch: pytes
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("an error of ours")
 
-    monkeypatch.setattr("gpt_guard.callbacks.finite.guard.culprit_of", fails)
+    monkeypatch.setattr("gpt_guard.callbacks.finite.guard.first_seen", fails)
     model = mlp()
     with inject_nonfinite(model, "1"):
         found = quiet(model, reads="immediate", steps=1)

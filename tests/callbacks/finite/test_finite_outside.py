@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gpt_guard import Finding, FiniteGuard, Guardian, NonFiniteError
 
-from ...runtime.lane_kit import net
+from ...runtime.loop_kit import net
 
 # Among the first steps, which are measured in full, and among the light ones.
 EARLY, LATE = 6, 30

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gpt_guard import Guardian, NonFiniteError
 from gpt_guard.testing import inject_nonfinite
 
-from ...runtime.lane_kit import net
+from ...runtime.loop_kit import net
 
 # Within the first steps, where all are measured in full, and among the light ones.
 EARLY, LATE = 6, 30

@@ -15,7 +15,18 @@ from gpt_guard.hooks.pace import Pace
 from gpt_guard.hooks.versions import ParameterVersions
 from gpt_guard.records import Moment, Observation
 
-from ..light_loops import clip, net
+
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+
+
+@torch.no_grad()
+def clip(model: nn.Sequential) -> None:
+    for parameter in model.parameters():
+        parameter.clamp_(-0.3, 0.3)
 
 
 def meter(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> tuple[Meter, Any]:
@@ -45,7 +56,7 @@ def test_figures_may_be_asked_for_later() -> None:
         optimizer.zero_grad()
         model(torch.randn(4, 4)).sum().backward()
         if step % 11 == 5:
-            clip(model, step)
+            clip(model)
         for each, its in ((late, watch), (prompt, other)):
             its.pace.full = step % 11 in (0, 7)
             its.versions.step_begins((0, step))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.hooks.forward import ForwardTap
+from gpt_guard.hooks.module_hooks import ModuleHooks
 from gpt_guard.hooks.inspection import Inspection
 from gpt_guard.hooks.isolation.rerun import Rerun, copied, marks, not_repeatable, odd
 from gpt_guard.hooks.tensors import walk
@@ -96,7 +96,7 @@ def test_a_restless_model_is_as_it_was() -> None:
     storage, generator = model.net.weight.data_ptr(), model.generator.get_state()
     python, ambient = model.dice.getstate(), torch.get_rng_state()
     rerun = Rerun(model, ((x,), {}), {})
-    inspection = Inspection(ForwardTap(model, immediate=True), steps=1)
+    inspection = Inspection(ModuleHooks(model, immediate=True), steps=1)
     with rerun.open(inspection, "a look"):
         rerun()
         rerun(seed=1)
@@ -139,6 +139,6 @@ def test_why_a_model_is_not_repeated() -> None:
 def test_autocast_is_the_loops_own() -> None:
     model = nn.Linear(2, 2)
     rerun = Rerun(model, ((torch.ones(1, 2),), {}), {"cpu": (True, torch.bfloat16)})
-    with rerun.open(Inspection(ForwardTap(model, immediate=True), steps=1), "a look"):
+    with rerun.open(Inspection(ModuleHooks(model, immediate=True), steps=1), "a look"):
         assert rerun().dtype is torch.bfloat16
     assert rerun.eps == torch.finfo(torch.bfloat16).eps

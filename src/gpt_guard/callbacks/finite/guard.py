@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpt_guard.callbacks.base import Guard
-from gpt_guard.callbacks.finite.blame import Blame, Shown
-from gpt_guard.callbacks.finite.blame_link import culprit_of
-from gpt_guard.callbacks.finite.finite_context import Context
-from gpt_guard.callbacks.finite.finite_gradients import bad_gradient, confirmed
-from gpt_guard.callbacks.finite.finite_late import LateReadings
-from gpt_guard.callbacks.finite.finite_newest import NewestStep
-from gpt_guard.callbacks.finite.finite_outside import verdict_on_loss
-from gpt_guard.callbacks.finite.finite_per_step import before_now, here_in, judge_late
-from gpt_guard.callbacks.finite.finite_step import AtStep
-from gpt_guard.callbacks.finite.finite_told import Told
-from gpt_guard.callbacks.finite.finite_verdict import bad_batch, verdict
+from gpt_guard.callbacks.finite.context import Context, Reported
+from gpt_guard.callbacks.finite.device_readings import DeviceReadings, before_now, here_in, judge_on_device
+from gpt_guard.callbacks.finite.first_seen import FirstSeen, Shown, first_seen
+from gpt_guard.callbacks.finite.gradient_findings import bad_gradient, confirmed
+from gpt_guard.callbacks.finite.loss_findings import verdict_on_loss
 from gpt_guard.callbacks.finite.microscope import Microscope
+from gpt_guard.callbacks.finite.state_findings import bad_after_step, changed_outside
+from gpt_guard.callbacks.finite.verdict import AtStep, bad_batch, verdict
 from gpt_guard.callbacks.settings import check_types, patterns
 from gpt_guard.hooks.autograd_graph.reach import reaches
-from gpt_guard.hooks.chains import Link
+from gpt_guard.hooks.copies import HookSet, Uncopied
 from gpt_guard.hooks.frames import caller_line, user_line
+from gpt_guard.hooks.output_hooks import is_finite_scalar
 from gpt_guard.hooks.state import StateWatch
-from gpt_guard.hooks.sums import is_finite_scalar
 from gpt_guard.hooks.tensors import describe
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Observation
@@ -35,29 +31,29 @@ from gpt_guard.records import Finding, Moment, Observation
 class FiniteGuard(Guard):
     """Halt on NaN or +inf in the batch, module outputs, loss, gradients, parameters or buffers, before the update.
 
-    On the CPU each module output is tested where it is made, with one sum (in light steps a chain of them at its end,
-    see docs/light-steps.md); an exact test confirms before anything is said, so finite values that only overflow the
-    sum stay quiet. On an accelerator minimum and maximum of each input and output wait on the device and are read
-    once, before `step()`. -inf without NaN or +inf is what masks look like: it is recorded (GG109), not halted on;
-    trained parameters and running statistics that turn -inf are found. A bad batch counts once an output, the loss or
-    a gradient is bad with it: some models take NaN for a missing value. Integer tensors have nothing to test; sharded
-    ones are tested by their local part; quantized, nested and meta tensors are listed as not watched. A watched
-    nn.TransformerEncoderLayer computes by its usual path, never by torch's fast one for inference.
+    On the CPU each module output is tested where it is made, with one sum; an exact test confirms before anything is
+    said, so finite values that only overflow the sum stay quiet. On an accelerator minimum and maximum of each input
+    and output wait on the device and are read once, before `step()`. -inf without NaN or +inf is what masks look like:
+    it is recorded (GG109), not halted on; trained parameters and running statistics that turn -inf are found. A bad
+    batch counts once an output, the loss or a gradient is bad with it: some models take NaN for a missing value.
+    Integer tensors have nothing to test; sharded ones are tested by their local part; quantized, nested and meta
+    tensors are listed as not watched. A watched nn.TransformerEncoderLayer computes by its usual path, never by torch's
+    fast one for inference.
 
     - `ignore`: patterns of module paths whose outputs are not tested, e.g. `["head.*"]`; the rest is watched as usual.
+    - `modules`: False leaves the hooks on single modules away and tests only what the model itself returns, at a price
+      that does not grow with its depth; the replay then finds the module.
     - `outputs`, `gradients`, `parameters`, `buffers`: what to watch; the loss always is.
     - `microscope`: also warn of outputs that grow towards the end of their dtype's range, see `Microscope`.
     """
 
     judged_at: ClassVar[frozenset[Moment]] = frozenset({Moment.FORWARD, Moment.BEFORE_STEP, Moment.AFTER_STEP})
-    # Loss and gradients of a light step are known to be finite, and what it did to the state shows in the next forward.
-    light: ClassVar[frozenset[str]] = frozenset()
-    late = True
 
     def __init__(
         self,
         *,
         ignore: Iterable[str] = (),
+        modules: bool = True,
         outputs: bool = True,
         gradients: bool = True,
         parameters: bool = True,
@@ -66,6 +62,7 @@ class FiniteGuard(Guard):
     ) -> None:
         check_types(FiniteGuard, locals())
         self.ignore = patterns("FiniteGuard", "ignore", ignore)
+        self.modules = modules
         self.outputs = outputs
         self.gradients = gradients
         self.parameters = parameters
@@ -75,36 +72,37 @@ class FiniteGuard(Guard):
         self._begin()
 
     def _begin(self) -> None:
-        self._told = Told()
-        self._batch: tuple[Blame, dict[str, Any]] | None = None
+        self._reported = Reported()
+        self._batch: tuple[FirstSeen, dict[str, Any]] | None = None
         self._micro_batch = 0
         self._at_step = AtStep()
         self._untouched: dict[int, int] = {}
         self._loss: Tensor | None = None
-        self._late = LateReadings()
+        self._readings = DeviceReadings()
         self._state = StateWatch(nn.Module(), parameters=False, buffers=False)
-        self._looked_at = -1
-        self._newest = NewestStep()
+        # On an accelerator: the observation of the step that is made, and the state's norms as it has left them.
+        self._stepping: Observation | None = None
+        self._unread: tuple[Observation, Any] | None = None
+        self._hooks = HookSet()
 
     def attach(self, watch: Watch) -> None:
         """Look at parameters and buffers once, then hook the forward."""
         super().attach(watch)
         self._state = StateWatch(watch.model, parameters=self.parameters, buffers=self.buffers)
-        self._newest.open(watch, lambda: watch.tap.listen(self._state_asked_for))
+        if not watch.immediate and hasattr(watch.model, "register_state_dict_pre_hook"):
+            self._hooks.before_state_dict(watch.model, _StateAskedFor(watch.model, self._state_asked_for))
         if self.outputs:
-            watch.tap.watch_outputs(self._suspect, self.ignore)
+            watch.tap.watch_outputs(self._suspect, self.ignore, modules=self.modules)
         # What is bad already may yet be loaded: it is told when a forward or a step uses it.
         self._state.settle()
         self._untouched = self._state.buffer_versions()
-        # What a forward writes to a buffer can only be told from what it was before.
-        light = watch.immediate and not self._untouched
-        (watch.full_forwards if light else watch.forward_begins).append(self._forward_begins)
+        watch.forward_begins.append(self._forward_begins)
         if not watch.immediate:
             watch.forward_ended.append(self._forward_ended)
 
     def detach(self) -> None:
         """Drop what belongs to this stretch of the run."""
-        self._newest.close()
+        self._hooks.close()
         self._begin()
         super().detach()
 
@@ -117,142 +115,168 @@ class FiniteGuard(Guard):
         return sorted(self.watch.tap.unwatched)
 
     def _forward_begins(self) -> None:
-        self._told.begin()
-        self._told.forward = False
+        self._reported.begin()
+        self._reported.forward = False
         watch = self.watch
-        self._looked_at = watch.tap.calls
         if not watch.immediate:
             self._keep_forward()
+        # What a forward writes to a buffer can only be told from what it was before.
         self._untouched = self._state.buffer_versions()
         if watch.immediate and self.outputs:
             batch = bad_batch(watch)
             if batch is not None:
-                watch.pace.doubt()
                 self._batch = (batch, self._here_now() | {"where": caller_line(watch.model) or user_line()})
-
-    def _catch_up(self) -> bool:
-        """Do what light steps have left out, now that something is bad; True if a step had spoilt the state before."""
-        self.watch.settle()
-        if self._looked_at != self.watch.tap.calls:
-            self._forward_begins()
-        return self._newest.tell(self.watch, self._state, self._told, used=True)
 
     def _here_now(self) -> dict[str, Any]:
         micro_batch = before_now(self.watch) if self.watch.immediate else self._micro_batch
         return here_in(self.watch, micro_batch, evaluation=self.watch.evaluation) | {"where": user_line()}
 
-    def _suspect(self, index: int, position: str, tensor: Tensor, entering: bool, link: Link | None) -> None:
-        if self._told.forward or (stats := describe(tensor)) is None:
+    def _suspect(self, index: int, position: str, tensor: Tensor, entering: bool) -> None:
+        if self._reported.forward or (stats := describe(tensor)) is None:
             return
         here = self._here_now()
         if stats.only_neg_inf:
             self._context.note_mask(self.watch, index, Shown.read(position, stats), here)
-        if stats.only_neg_inf or self._catch_up():
             return
         tap, untouched, masks = self.watch.tap, self._untouched, self._state.masks
-        culprit = culprit_of(tap, index, position, tensor, link, entering=entering, untouched=untouched, masks=masks)
+        culprit = first_seen(tap, index, position, tensor, entering=entering, untouched=untouched, masks=masks)
         if culprit.maker is None and culprit.receiver == 0 and self._batch is not None:
             culprit, here = self._batch
         self._accuse(culprit, tensor, here if culprit.where is None else here | {"where": culprit.where})
 
-    def _accuse(self, culprit: Blame, tensor: Tensor | None, here: dict[str, Any]) -> None:
-        self._told.forward = self._told.step = True
+    def _accuse(self, culprit: FirstSeen, tensor: Tensor | None, here: dict[str, Any]) -> None:
+        self._reported.forward = self._reported.step = True
         for found in verdict(self.watch, self._state, self._context, culprit, tensor, here):
-            self._told.submit(self.watch.submit, found)
+            self._reported.submit(self.watch.submit, found)
 
     def _explained(self) -> bool:
-        """Whether a step has spoilt the state, or the batch was bad: told instead of what follows from it."""
-        if self._catch_up():
-            return True
+        """Whether the batch was bad: told instead of what follows from it."""
         if self._batch is None or self._batch[1]["evaluation"]:
             return False
         self._accuse(self._batch[0], None, self._batch[1])
         return True
 
     def _state_asked_for(self) -> None:
-        if not self.watch.tap.paused:
-            self._newest.tell(self.watch, self._state, self._told)
+        """What the newest step has spoilt is told before it is given out, where it waits for the next step to be read.
+
+        Reads the device. Of what has been written since, the next forward tells.
+        """
+        unread, self._unread = self._unread, None
+        if unread is None or self._reported.after or self.watch.tap.paused:
+            return
+        seen, norms = unread
+        bad = self._state.turned_bad(norms.tolist())
+        for found in bad_after_step(self.watch, bad, seen, set()) if bad else ():
+            self._reported.submit(self.watch.submit, found)
+
+    def _changed_since(self) -> Iterator[Finding]:
+        """What has become bad since it was last measured, after the newest step; reads the device once."""
+        for name, stats in self._state.turned_bad(self._state.read()).items():
+            yield changed_outside(self.watch, name, stats)
 
     def _forward_ended(self, _output: Any) -> None:
         self._keep_forward(evaluation=self.watch.evaluation)
 
     def _keep_forward(self, *, evaluation: bool = False) -> None:
         """Put what a forward has shown into the ledger, where reading has to wait."""
-        self._late.keep_forward(self.watch, self._micro_batch, self._untouched, evaluation=evaluation)
+        self._readings.keep_forward(self.watch, self._micro_batch, self._untouched, evaluation=evaluation)
 
     def before_backward(self, loss: Tensor) -> None:
         """Test the loss itself before anything depends on it."""
         watch = self.watch
-        self._told.begin()
+        self._reported.begin()
         if not watch.immediate:
             # Until the step, to tell the order of backward if a gradient is bad; its saved tensors are freed by then.
             self._loss = loss
             # What methods of the model have called: no call of the model itself has ended.
             self._keep_forward()
-        if not watch.immediate or self._told.forward or is_finite_scalar(loss):
+        if not watch.immediate or self._reported.forward or is_finite_scalar(loss):
             return
         stats = describe(loss)
         if stats is None or not reaches(loss, watch.tracked.values()) or self._explained():
             return
-        self._told.forward = self._told.step = True
+        self._reported.forward = self._reported.step = True
         here = {**self._here_now(), "moment": Moment.BEFORE_BACKWARD, "evaluation": False}
         for found in verdict_on_loss(watch, self._state, self._context, loss, stats, self._untouched, here):
-            self._told.submit(watch.submit, found)
+            self._reported.submit(watch.submit, found)
 
     def after_backward(self) -> None:
         """Look at the gradients before clipping can spread one NaN to all of them."""
         watch, norms = self.watch, self.watch.grad_norms
         micro_batch, self._micro_batch = watch.micro_batch - 1, watch.micro_batch
         if not watch.immediate:
-            self._late.keep_backward(watch, micro_batch, self._loss, gradients=self.gradients and not watch.scaling)
+            self._readings.keep_backward(watch, micro_batch, self._loss, gradients=self.gradients and not watch.scaling)
             return
-        if self.gradients and norms is not None and not watch.scaling and not self._told.step:
+        if self.gradients and norms is not None and not watch.scaling and not self._reported.step:
             bad = confirmed(watch, norms.names, norms.norms)
             if bad and not self._explained():
-                self._told.step = True
+                self._reported.step = True
                 here = {"step": watch.step, "micro_batch": micro_batch, "where": watch.backward_line or user_line()}
-                self._told.submit(watch.submit, bad_gradient(watch, bad, watch.loss, here))
+                self._reported.submit(watch.submit, bad_gradient(watch, bad, watch.loss, here))
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Hand what waited to the host read that follows."""
-        if self.watch.immediate:
-            self._newest.tell(self.watch, self._state, self._told)
-        else:
+        if not self.watch.immediate:
             self._keep_forward()
 
     def after_step(self, optimizer: Optimizer) -> None:
         """One fused norm over parameters and float buffers: NaN and infinity survive it."""
         watch, self._micro_batch = self.watch, 0
-        self._newest.measured = watch.step
         if (norms := self._state.read() if watch.immediate else self._state.norms()) is not None:
             watch.ledger.put("finite.state", norms)
+            self._unread = None if self._stepping is None else (self._stepping, norms)
 
     def finish(self) -> Iterable[Finding]:
-        self._newest.tell(self.watch, self._state, self._told)
-        return ()
+        """What was written after the last step, and is used by no forward any more."""
+        return self._changed_since()
 
     def judge(self, seen: Observation) -> Iterable[Finding]:
         """What the host read brought: forward and gradients before the step, parameters and buffers after it."""
-        return self._told.each(self._judge(seen))
+        return self._reported.each(self._judge(seen))
 
     def _judge(self, seen: Observation) -> Iterator[Finding]:
         if seen.moment is Moment.AFTER_STEP:
-            yield from self._newest.take(self.watch, self._state, seen, explained=self._told.after)
+            yield from self._after_step(seen)
             if self.watch.immediate:
-                self._told.forward = self._told.step = False
-            self._told.after = False
+                self._reported.forward = self._reported.step = False
+            self._reported.after = False
             return
         if not self.watch.immediate:
-            yield from judge_late(self.watch, self._late, self._state, self._context, self._told, seen)
+            yield from judge_on_device(self.watch, self._readings, self._state, self._context, self._reported, seen)
         if seen.moment is Moment.BEFORE_STEP and not seen.skipped:
-            gradients = self.gradients and not self._told.step
+            gradients = self.gradients and not self._reported.step
             yield from self._at_step.judge(self.watch, self._state, seen, gradients=gradients)
-            self._told.step = self._told.step or self._at_step.bad
+            self._reported.step = self._reported.step or self._at_step.bad
         if seen.skipped:
             self._micro_batch = 0
         if seen.moment is Moment.BEFORE_STEP:
+            self._stepping = None if self.watch.immediate else seen
             yield from self._context.note_step(self.watch, seen)
             self._loss = self._batch = None
-            self._told.after = self._told.after or self._told.step
+            self._reported.after = self._reported.after or self._reported.step
             if seen.skipped or not self.watch.immediate:
-                self._told.forward = self._told.step = False
+                self._reported.forward = self._reported.step = False
+
+    def _after_step(self, seen: Observation) -> Iterable[Finding]:
+        self._unread = None
+        bad = self._state.turned_bad(seen.readings.get("finite.state", []))
+        if not bad or self._reported.after:
+            return ()
+        step = seen.optimizer, seen.step
+        return bad_after_step(
+            self.watch, bad, seen, {name for name in bad if self.watch.versions.written_between(name, step)}
+        )
+
+
+class _StateAskedFor(Uncopied):
+    """A hook on `state_dict()` of one model."""
+
+    __slots__ = ("_act", "_module")
+
+    def __init__(self, module: nn.Module, act: Callable[[], None]) -> None:
+        self._module = module
+        self._act = act
+
+    def __call__(self, module: nn.Module, _prefix: str, _keep_vars: Any) -> None:
+        if module is self._module:
+            self._act()

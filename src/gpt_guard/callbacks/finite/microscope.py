@@ -6,16 +6,20 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpt_guard.callbacks.base import Guard
-from gpt_guard.callbacks.finite.extremes import Extremes, Measured
 from gpt_guard.callbacks.settings import check_types
 from gpt_guard.catalogue import finding
 from gpt_guard.errors import GuardUsageError
+from gpt_guard.hooks.copies import Uncopiable
+from gpt_guard.hooks.module_hooks import ModuleHooks
+from gpt_guard.hooks.output_hooks import Hook
+from gpt_guard.hooks.tensors import readable, walk, watchable
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Observation
 
@@ -67,10 +71,10 @@ class Row:
 class Microscope(Guard):
     """Warn (GG112) before a module's outputs leave the range of their dtype.
 
-    Told once, of the module that is nearest to it: it has grown at least fourfold over the last steps, and either uses
-    half of the range or will leave it within `window` steps at this rate. Each training forward costs two more reading
-    passes over every output of every module; one vector joins the host read of the step. Modules inside of compiled
-    ones are not seen.
+    Reported once, of the module that is nearest to it: it has grown at least fourfold over the last steps, and either
+    uses half of the range or will leave it within `window` steps at this rate. Each training forward costs two more
+    reading passes over every output of every module; one vector joins the host read of the step. Modules inside of
+    compiled ones are not seen.
 
     - `window`: how many steps growth is measured over.
     """
@@ -191,3 +195,73 @@ def _told(row: Row) -> dict[str, Any]:
         "share": row.share,
         "growth": row.growth,
     }
+
+
+class Measured(NamedTuple):
+    """The modules that were measured, by index, with the dtype of their outputs, and a tensor of shape `[modules, 3]`.
+
+    Its columns are minimum, maximum and root mean square, over all outputs and calls of the step.
+    """
+
+    modules: list[int]
+    dtypes: list[torch.dtype]
+    values: Tensor
+
+
+class Extremes:
+    """Hooks on every module that a tap watches; two reading passes over each output, none of them read by the host."""
+
+    def __init__(self, tap: ModuleHooks) -> None:
+        self._tap = tap
+        self._handles: list[Any] = []
+        self._found: dict[int, tuple[torch.dtype, Tensor]] = {}
+
+    def open(self) -> None:
+        """Begin to measure."""
+        for index, module in enumerate(self._tap.modules):
+            hook = _Look(self._tap, index, module, self)
+            self._handles.append(Uncopiable(module.register_forward_hook(hook)))
+
+    def close(self) -> None:
+        """Take the hooks away; may run twice."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._found.clear()
+
+    @torch.no_grad()
+    def note(self, index: int, output: Any) -> None:
+        """Measure the floating-point tensors of one output; not in a forward without gradients."""
+        for _, tensor in walk(output):
+            values = readable(tensor) if watchable(tensor) else None
+            if values is None:
+                continue
+            wide = values.dtype if values.dtype is torch.float64 else torch.float32
+            norm = torch.linalg.vector_norm(values, dtype=wide) / math.sqrt(values.numel())
+            low, high = torch.aminmax(values)
+            row = torch.stack([low.to(wide), high.to(wide), norm])
+            before = self._found.get(index)
+            if before is not None:
+                row = torch.cat([torch.minimum(row[:1], before[1][:1]), torch.maximum(row[1:], before[1][1:])])
+            self._found[index] = (values.dtype, row)
+
+    def take(self) -> Measured | None:
+        """What the step has brought; None for nothing. Reads nothing."""
+        found, self._found = self._found, {}
+        if not found:
+            return None
+        rows = [row for _, row in found.values()]
+        device = rows[0].device
+        stacked = torch.stack(
+            [row.to(device, torch.float64 if device.type == "cpu" else torch.float32) for row in rows]
+        )
+        return Measured(list(found), [dtype for dtype, _ in found.values()], stacked)
+
+
+class _Look(Hook):
+    def __init__(self, tap: ModuleHooks, index: int, module: nn.Module, extremes: Extremes) -> None:
+        super().__init__(tap, index, module)
+        self._extremes = extremes
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.active(module) and torch.is_grad_enabled():
+            self._extremes.note(self.index, output)

@@ -1,14 +1,14 @@
-"""What FiniteGuard remembers of a run to judge what goes bad in it: masks it has seen, and where the loss was going."""
+"""What FiniteGuard remembers of a run: masks, where the loss was going, what it has reported of this step."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from gpt_guard.callbacks.finite.blame import Shown
-from gpt_guard.callbacks.finite.finite_words import mask_seen, scaler_stuck
+from gpt_guard.callbacks.finite.first_seen import Shown
+from gpt_guard.callbacks.finite.forward_findings import mask_seen, scaler_stuck
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Observation
 
@@ -51,3 +51,37 @@ class Context:
     def diverging(self) -> bool:
         """Whether the loss had run away before it, or anything else, became non-finite."""
         return len(self._losses) > 1 and self._losses[-1] > _RUN_AWAY * min(self._losses) > 0.0
+
+
+class Reported:
+    """`forward` and `step` tell that the current forward or step went bad; `after`, that what is bad after it follows.
+
+    A halt ends all of that: if the loop catches it and goes on with another batch, nothing of this one is left.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing has been told."""
+        self.forward = self.step = self.after = False
+        self._telling = False
+
+    def begin(self) -> None:
+        """A forward or a backward begins: where one of the last findings has halted, the loop has gone on."""
+        if self._telling:
+            self.clear()
+
+    def submit(self, submit: Callable[[Finding], None], found: Finding) -> None:
+        """Hand a finding on, which may halt."""
+        try:
+            submit(found)
+        except BaseException:
+            self.clear()
+            raise
+
+    def each(self, findings: Iterable[Finding]) -> Iterator[Finding]:
+        """The findings of an observation, which whoever asks for them hands on."""
+        self._telling = True
+        yield from findings
+        self._telling = False

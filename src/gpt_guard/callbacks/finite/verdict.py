@@ -1,4 +1,4 @@
-"""What FiniteGuard tests just before a step applies it: the gradients as they are then, weights bad from the start."""
+"""From where a bad value was first seen to what is said of it, in the forward and at the step."""
 
 from __future__ import annotations
 
@@ -6,12 +6,60 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from gpt_guard.callbacks.finite.finite_gradients import bad_now, changed_before_step
-from gpt_guard.callbacks.finite.finite_state import bad_at_step
+import torch
+from torch import Tensor
+
+from gpt_guard.callbacks.finite.context import Context
+from gpt_guard.callbacks.finite.first_seen import FirstSeen, Shown
+from gpt_guard.callbacks.finite.forward_findings import bad_from_outside, bad_output, module_name
+from gpt_guard.callbacks.finite.gradient_findings import bad_now, changed_before_step
+from gpt_guard.callbacks.finite.loss_findings import is_loss, loss_of_module
+from gpt_guard.callbacks.finite.state_findings import bad_at_step, bad_before
+from gpt_guard.hooks.autograd_graph.explain import explain
+from gpt_guard.hooks.autograd_graph.half import no_half
 from gpt_guard.hooks.frames import user_line
+from gpt_guard.hooks.output_hooks import measure
 from gpt_guard.hooks.state import StateWatch
+from gpt_guard.hooks.tensors import looks_bad, walk
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Observation
+
+
+def bad_batch(watch: Watch) -> FirstSeen | None:
+    """The first bad tensor that the model was just called with; one sum for each, exact only after that."""
+    if watch.tap.inputs is None:
+        return None
+    args, kwargs = watch.tap.inputs
+    # Ids alone have nothing to test.
+    if not kwargs and all(type(each) is Tensor and each.dtype is torch.int64 for each in args):
+        return None
+    for position, tensor in walk({**dict(enumerate(args)), **kwargs}):
+        number = measure(watch.tap, 0, tensor)
+        if number - number != 0.0 and (stats := looks_bad(tensor)) is not None:
+            return FirstSeen(None, Shown.read(position, stats), 0)
+    return None
+
+
+def verdict(
+    watch: Watch, state: StateWatch, context: Context, culprit: FirstSeen, tensor: Tensor | None, here: dict[str, Any]
+) -> Iterator[Finding]:
+    """What is said of a bad forward; nothing of state that has been spoken of already.
+
+    `tensor` is the bad one, None where it is no longer at hand.
+    """
+    masks, diverging = context.mask_names(watch), context.diverging
+    if culprit.state is not None:
+        assert culprit.maker is not None
+        origin = f"{module_name(watch, culprit.maker)} was the first to use it."
+        yield from bad_before(watch, state, culprit.state, origin, here)
+    elif culprit.maker is None:
+        yield bad_from_outside(watch, culprit, here)
+    elif is_loss(watch, culprit):
+        yield loss_of_module(watch, culprit, tensor, masks, here, diverging=diverging)
+    else:
+        operation = explain(tensor) if tensor is not None else None
+        half = not no_half(watch, tensor)
+        yield bad_output(watch, culprit, here, operation=operation, diverging=diverging, half=half)
 
 
 class AtStep:

@@ -1,4 +1,4 @@
-"""Notice forward passes of one model, and keep in order what its modules return.
+"""Notice forward passes of one model through plain torch hooks, and keep in order what its modules return.
 
 No stack of modules is trusted: activation checkpointing runs parts of a forward a second time inside `backward()` and
 stops half-way by an exception. Whatever fires during a backward is a recomputation and is ignored.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Protocol
@@ -16,18 +17,13 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from gpt_guard.errors import GuardUsageError
-from gpt_guard.hooks.chains import Link, Succession, hooked_everywhere
 from gpt_guard.hooks.compiled import eager_modules, is_compiled_in_place
-from gpt_guard.hooks.copies import Uncopiable
-from gpt_guard.hooks.frames import user_site
-from gpt_guard.hooks.hook import EntryHook, EntryNote, ReturnHook
-from gpt_guard.hooks.idle_patterns import idle_patterns
-from gpt_guard.hooks.module_calls import Told
-from gpt_guard.hooks.outputs import InPlaceInput, OutputTest, ReturnNote
-from gpt_guard.hooks.roots import RootBegins, RootEnded
-from gpt_guard.hooks.waiting import Waiting, release, settle
-from gpt_guard.hooks.weigh import Scales, WeighInputs, WeighOutputs
+from gpt_guard.hooks.copies import HookSet, Uncopied
+from gpt_guard.hooks.extremes import EntryExtremes, Extremes, ReturnExtremes
+from gpt_guard.hooks.output_hooks import EntryNote, InPlaceInput, OutputTest, ReturnNote, RootBegins, RootEnded
 
+# Where `module.compile()` puts what is called in the place of the module.
+_COMPILED = "_compiled_call_impl"
 # A model whose modules are called one by one is never called itself, and nothing would end the list.
 _MOST_RETURNS = 50_000
 
@@ -36,21 +32,21 @@ class ForwardListener(Protocol):
     """Who is told about the forwards of the watched model itself."""
 
     def forward_begins(self) -> None:
-        """The model was called; `inputs` of the tap holds what with."""
+        """The model was called; `inputs` of the hooks holds what with."""
 
     def forward_ended(self, output: Any) -> None:
         """The model returned."""
 
 
-Suspect = Callable[[int, str, Tensor, bool, Link | None], None]
+Suspect = Callable[[int, str, Tensor, bool], None]
 
 
-class ForwardTap:
+class ModuleHooks:
     """Listens to one model: its own calls always, the outputs of its modules once a guard asks for them.
 
     `order` lists the indices of the modules that returned since the model was called. On the CPU, where a reading is
     free, each output is tested where it is made, so that the traceback of a halt points into the user's own forward;
-    anywhere else extremes of inputs and outputs wait in `scales`, and nothing is read here. Holds no activation: what
+    anywhere else extremes of inputs and outputs wait in `extremes`, and nothing is read here. Holds no activation: what
     it remembers of one is a weak reference.
     """
 
@@ -62,8 +58,9 @@ class ForwardTap:
         self.names = [path for path, _ in found]
         self.modules = [module for _, module in found]
         self.index = {id(module): place for place, module in enumerate(self.modules)}
+        self._dictionaries = [vars(module) for module in self.modules]
         self.immediate = immediate
-        self.scales = Scales()
+        self.extremes = Extremes()
         self.paused = False
         self.order: deque[int] = deque(maxlen=_MOST_RETURNS)
         self.entered: dict[int, tuple[int | None, int]] = {}
@@ -74,32 +71,29 @@ class ForwardTap:
         self.calls = 0
         self.last: Callable[[], Any] = _nothing
         self.last_version = 0
-        self.succession = Succession()
-        self.learning = self.sparing = False
-        self.waiting: Waiting | None = None
         # Replaced by a caller that switches off a guard which fails.
         self.listen: Callable[..., None] = _call
         self._suspect: Suspect | None = None
         self._listener: ForwardListener | None = None
-        self._handles: list[Any] = []
-        self._light = False
+        self._hooks = HookSet()
 
     def open(self, listener: ForwardListener) -> None:
         """Notice calls of the model; before any guard adds hooks, so that a forward has begun when they run."""
         self._listener = listener
         if self.modules:
-            self._pre(self.model, RootBegins(self, 0, self.model))
+            self._hooks.before_forward(self.model, RootBegins(self, 0, self.model), with_kwargs=True)
 
     @property
     def watching(self) -> bool:
         """Whether a guard has asked for the outputs of the modules."""
         return self._suspect is not None
 
-    def watch_outputs(self, suspect: Suspect, ignore: Iterable[str] = ()) -> None:
+    def watch_outputs(self, suspect: Suspect, ignore: Iterable[str] = (), *, modules: bool = True) -> None:
         """Test the outputs of all modules whose path matches none of the patterns; `suspect` is told about bad ones.
 
-        It gets the module's index, the position in its input or output, the tensor, whether that was an input, and the
-        link of an output that has waited. Raises GuardUsageError for a second guard that asks.
+        It gets the module's index, the position in its input or output, the tensor, and whether that was an input.
+        Without `modules` only what the model itself returns is tested. Raises GuardUsageError for a second guard that
+        asks.
         """
         if self._suspect is not None:
             raise GuardUsageError("module outputs are watched already: give one FiniteGuard, not two")
@@ -107,16 +101,26 @@ class ForwardTap:
         patterns = tuple(ignore)
         self.unwatched.update(idle_patterns(patterns, [path for path, _ in self.model.named_modules()]))
         for index, (path, module) in enumerate(zip(self.names, self.modules, strict=True)):
-            if any(fnmatchcase(path, pattern) for pattern in patterns):
+            if patterns and any(fnmatchcase(path, pattern) for pattern in patterns):
                 self.ignored.add(index)
                 self.unwatched.add(f"{path or 'the model itself'} (ignored as asked)")
-            self._watch_module(index, module)
+            if modules or not index:
+                self._watch_module(index, module)
 
     def newly_compiled(self) -> list[str]:
-        """Paths of modules that `module.compile()` has taken since they were last asked for: they are not told of."""
+        """Paths of modules that `module.compile()` has taken since this was last asked: nothing is told of them.
+
+        Hooks on them are taken away, before they become part of the compiled code. One look into each module's
+        dictionary, and nothing more where there are none.
+        """
+        if not any(_COMPILED in each for each in self._dictionaries):
+            return []
         pairs = zip(self.names, self.modules, strict=True)
         found = [path for path, each in pairs if is_compiled_in_place(each) and path not in self.compiled_later]
         self.compiled_later += found
+        for path in found:
+            for module in self.model.get_submodule(path).modules():
+                self._hooks.leave(module)
         return found
 
     def shield(self, run: Callable[..., None]) -> None:
@@ -125,43 +129,32 @@ class ForwardTap:
             self._suspect = partial(run, self._suspect)
 
     def _watch_module(self, index: int, module: nn.Module) -> None:
+        hooks = self._hooks
         if index in self.ignored:
-            self._post(module, ReturnNote(self, index, module))
+            hooks.after_forward(module, ReturnNote(self, index, module))
         elif self.immediate:
             if _runs_own_code(module):
-                self._pre(module, EntryNote(self, index, module))
+                hooks.before_forward(module, EntryNote(self, index, module))
             elif getattr(module, "inplace", False):
-                self._pre(module, InPlaceInput(self, index, module))
-            self._post(module, OutputTest(self, index, module))
+                hooks.before_forward(module, InPlaceInput(self, index, module))
+            hooks.after_forward(module, OutputTest(self, index, module))
         else:
-            self._pre(module, WeighInputs(self, index, module))
-            self._post(module, WeighOutputs(self, index, module), always=True)
-
-    def _pre(self, module: nn.Module, hook: EntryHook) -> None:
-        if self.immediate:
-            self._handles.append(Told(module, hook))
-        else:
-            self._handles.append(Uncopiable(module.register_forward_pre_hook(hook, with_kwargs=True)))
-
-    def _post(self, module: nn.Module, hook: ReturnHook, *, always: bool = False) -> None:
-        if self.immediate:
-            self._handles.append(Told(module, hook))
-        else:
-            self._handles.append(Uncopiable(module.register_forward_hook(hook, always_call=always)))
+            hooks.before_forward(module, EntryExtremes(self, index, module), with_kwargs=True)
+            hooks.after_forward(module, ReturnExtremes(self, index, module), always_call=True)
 
     def finish_setup(self) -> None:
         """Add the hook that sees the model return; last, so that its output is tested before it counts as returned."""
         if self.modules:
-            self._post(self.model, RootEnded(self, 0, self.model))
+            self._hooks.after_forward(self.model, RootEnded(self, 0, self.model))
 
     def close(self) -> None:
         """Take every hook away and drop every reference; may run twice."""
-        while self._handles:
-            self._handles.pop().remove()
+        self._hooks.close()
         self.forget()
-        self.scales.clear()
+        self.extremes.clear()
         self.inputs = None
         self.modules.clear()
+        self._dictionaries.clear()
         self.index.clear()
         self._suspect = self._listener = None
 
@@ -170,70 +163,31 @@ class ForwardTap:
         self.order.clear()
         self.entered.clear()
         self.untested.clear()
-        self.scales.running.clear()
+        self.extremes.running.clear()
         self.last = _nothing
-        release(self)
-        self.succession.forget()
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model itself was called: from inside of its own forward, perhaps, or after one that has failed."""
-        if self.waiting is not None:
-            settle(self)
-        if self._light:
-            # As `forget`, without what light steps do not keep.
-            self.order.clear()
-            self.entered.clear()
-            self.untested.clear()
-            self.last = _nothing
-        else:
-            self.forget()
+        self.forget()
         self.inputs = (args, kwargs)
         self.calls += 1
+        # A pre-hook that came later may change the batch: from the next call on ours sees what it makes of it.
+        hooks: Any = self.model._forward_pre_hooks
+        if not isinstance(next(reversed(hooks.values()), self._hooks), Uncopied):
+            self._hooks.move_to_end(hooks)
         if self._listener is not None:
             self._listener.forward_begins()
 
-    def end(self, output: Any) -> None:
-        """The model itself returned."""
-        if self.waiting is not None:
-            settle(self)
-        if self.learning:
-            self.succession.end()
-        self.learning = self.sparing = False
+    def end(self, args: tuple[Any, ...], output: Any) -> None:
+        """The model itself returned; `args` are what its forward was given in the end."""
         self.last = _nothing
         if self._listener is not None:
             self._listener.forward_ended(output)
 
-    def learn(self) -> None:
-        """Test all outputs in the forward that begins, and see which of them could wait for the next module."""
-        self.as_ever()
-        if not self.succession.done:
-            self.learning = True
-            self.succession.begin(user_site())
-
-    def spare(self) -> None:
-        """Do not test outputs that can wait in the forward that begins, if the next module is called with them."""
-        self.learning, self.sparing = False, not hooked_everywhere()
-        if not self._light:
-            self._follow(light=True)
-
-    def as_ever(self) -> None:
-        """Test all outputs in the forward that begins."""
-        self.learning = self.sparing = False
-        self._follow(light=False)
-
-    def _follow(self, *, light: bool) -> None:
-        if light != self._light:
-            self._light = light
-            for handle in self._handles:
-                if isinstance(handle, Told):
-                    handle.follow(light=light)
-
-    def suspect(
-        self, index: int, position: str, tensor: Tensor, *, entering: bool = False, link: Link | None = None
-    ) -> None:
+    def suspect(self, index: int, position: str, tensor: Tensor, *, entering: bool = False) -> None:
         """Hand a tensor that failed the cheap test to the guard that asked for it."""
         if self._suspect is not None:
-            self.listen(self._suspect, index, position, tensor, entering, link)
+            self.listen(self._suspect, index, position, tensor, entering)
 
     def cannot_test(self, index: int, why: str) -> None:
         """A tensor of a kind that has no sum, or a transform such as vmap, in which no value can be read."""
@@ -245,6 +199,17 @@ class ForwardTap:
             if any(output() is tensor for output in outputs):
                 return index
         return None
+
+
+def idle_patterns(patterns: Iterable[str], paths: Sequence[str]) -> list[str]:
+    """What to say of each pattern that matches none of the paths: a slip of the pen, or meant for another model."""
+    found: list[str] = []
+    for pattern in patterns:
+        if not any(fnmatchcase(path, pattern) for path in paths):
+            near = ", ".join(get_close_matches(pattern.rstrip("*").rstrip("."), paths, n=3))
+            hint = f"; near it: {near}" if near else ""
+            found.append(f"nothing is ignored by {pattern!r}: it matches no module{hint}")
+    return found
 
 
 def _runs_own_code(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Blame: from the first bad tensor of a forward to the module whose code made it.
+"""Where a non-finite value was first seen in a forward: the module whose code made it.
 
 A module made a bad output only if what it was given and the parameters it reads are good. If its input was bad, the
 code of the module around it made it, between two of its children; that one may have been given it in turn, and so on
@@ -13,12 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
-from gpt_guard.hooks.chains import Link
-from gpt_guard.hooks.forward import ForwardTap
+from gpt_guard.hooks.extremes import ForwardExtremes, TensorPlace
 from gpt_guard.hooks.frames import inside_of, passed_from_outside, running_calls
+from gpt_guard.hooks.module_hooks import ModuleHooks
 from gpt_guard.hooks.state import BadState, bad_state
 from gpt_guard.hooks.tensors import describe, looks_bad, version_of, walk
-from gpt_guard.hooks.weigh import Place, Weighed
 from gpt_guard.records import SourceLine, TensorStats
 
 _Bad = tuple[str, TensorStats, Tensor]
@@ -41,22 +40,21 @@ class Shown:
         return cls(position, stats.shape, stats.dtype, stats)
 
     @classmethod
-    def weighed(cls, place: Place, low: float, high: float) -> Shown:
+    def measured(cls, place: TensorPlace, low: float, high: float) -> Shown:
         """A tensor of which minimum and maximum were read with the step."""
         dtype = str(place.dtype).removeprefix("torch.")
         return cls(place.position, place.shape, dtype, None, low, high)
 
 
 @dataclass(frozen=True)
-class Blame:
+class FirstSeen:
     """Who made it: the module `maker` by index, or code outside of the model (None): what it was called with was bad.
 
     `receiver` is the module that only received it; `after` the last module inside the maker that had returned.
     `state` is a parameter or buffer of the maker that was bad before. Where `certain` is False, `maker` is the
-    closest that can be told; `rewritten` says that somebody has written to the output since, `ignored` that the
-    maker's outputs are not tested. `masked_rows` counts the rows that are -inf throughout in what the maker works
-    on, `neg_inf` names an input of it that holds -inf, as a mask does; `bad_locals` names the variables of its code
-    that are bad, `where` is its line, where its code is still running.
+    closest that can be told; `ignored` says that the maker's outputs are not tested. `masked_rows` counts the rows that
+    are -inf throughout in what the maker works on, `neg_inf` names an input of it that holds -inf, as a mask does;
+    `bad_locals` names the variables of its code that are bad, `where` is its line, where its code is still running.
     """
 
     maker: int | None
@@ -68,35 +66,29 @@ class Blame:
     neg_inf: str | None = None
     bad_locals: tuple[str, ...] = ()
     certain: bool = True
-    rewritten: bool = False
     ignored: bool = False
     where: SourceLine | None = None
 
 
-def blame(
-    tap: ForwardTap,
+def first_seen(
+    tap: ModuleHooks,
     index: int,
     position: str,
     tensor: Tensor,
-    link: Link | None = None,
     *,
     entering: bool,
     untouched: dict[int, int],
     masks: frozenset[int] = frozenset(),
-) -> Blame:
-    """Find the maker of a bad tensor that module `index` has just returned, or been given; or, with a link, before.
+) -> FirstSeen:
+    """Find the maker of a bad tensor that module `index` has just returned, or been given.
 
     Runs inside of the module's call and reads tensors exactly: only after a failure. `untouched` are the versions that
     float buffers had when the forward began, `masks` the ids of what was -inf when the watch began.
     """
-    running = running_calls(link.site.code if link is not None and link.site is not None else None)
-    calls = [(tap.index[id(call.module)], call.inputs) for call in running if id(call.module) in tap.index]
+    calls = [(tap.index[id(call.module)], call.inputs) for call in running_calls() if id(call.module) in tap.index]
     own: Any = next((inputs for module, inputs in calls if module == index and inputs is not None), ((), {}))
     # A module that has just returned stands last in the order; what matters is what had returned before.
     returned = list(tap.order) if entering else list(tap.order)[:-1]
-    if link is not None:
-        own = (link.given,), {}
-        returned = list(tap.order)[: len(tap.order) - 1 - list(reversed(tap.order)).index(index)]
     stats = looks_bad(tensor)
     received = (position, stats, tensor) if entering and stats is not None else _bad_input(tap, index, own)
     if received is None:
@@ -106,10 +98,10 @@ def blame(
         certain = not _wrote_to_input(tap, index, own)
         shown = Shown.read(position, stats)
         rows, low = _masked_rows(own), _neg_inf(own)
-        return Blame(index, shown, after=inner, state=state, masked_rows=rows, neg_inf=low, certain=certain)
+        return FirstSeen(index, shown, after=inner, state=state, masked_rows=rows, neg_inf=low, certain=certain)
     source = tap.source_of(received[2])
     if source is not None:
-        return Blame(source, Shown.read(*received[:2]), index, ignored=True)
+        return FirstSeen(source, Shown.read(*received[:2]), index, ignored=True)
     around = [(module, inputs) for module, inputs in calls if module != index]
     receiver = index
     for outer, inputs in around:
@@ -119,11 +111,11 @@ def blame(
             return _made_between(tap, outer, receiver, received, returned, state, certain=inputs is not None)
         receiver, received = outer, given
     if not around and returned and index != 0:
-        return Blame(None, Shown.read(*received[:2]), index, returned[-1])
-    return Blame(None, Shown.read(*received[:2]), receiver)
+        return FirstSeen(None, Shown.read(*received[:2]), index, returned[-1])
+    return FirstSeen(None, Shown.read(*received[:2]), receiver)
 
 
-def _given(tap: ForwardTap, outer: int, inputs: Any, received: _Bad) -> _Bad | None:
+def _given(tap: ModuleHooks, outer: int, inputs: Any, received: _Bad) -> _Bad | None:
     """What is bad in what a running module was called with; a method that was called instead tells less."""
     if inputs is not None:
         return _bad_input(tap, outer, inputs)
@@ -131,7 +123,7 @@ def _given(tap: ForwardTap, outer: int, inputs: Any, received: _Bad) -> _Bad | N
 
 
 def _made_between(
-    tap: ForwardTap,
+    tap: ModuleHooks,
     outer: int,
     receiver: int,
     received: _Bad,
@@ -139,9 +131,9 @@ def _made_between(
     state: BadState | None,
     *,
     certain: bool,
-) -> Blame:
+) -> FirstSeen:
     inside = inside_of(tap.modules[outer])
-    return Blame(
+    return FirstSeen(
         outer,
         Shown.read(*received[:2]),
         receiver,
@@ -154,39 +146,39 @@ def _made_between(
     )
 
 
-def blame_weighed(
-    tap: ForwardTap,
-    weighed: Weighed,
+def first_seen_on_device(
+    tap: ModuleHooks,
+    measured: ForwardExtremes,
     number: int,
     shown: Shown,
     untouched: dict[int, int],
     masks: frozenset[int] = frozenset(),
     neg_inf: str | None = None,
-) -> Blame:
+) -> FirstSeen:
     """The same for the first bad place of a forward, read before the step: all places before it were good.
 
     Parameters are still as the forward used them, and are read exactly.
     """
-    place = weighed.places[number]
-    began, ended = weighed.spans[number]
-    returned = weighed.order[:ended]
+    place = measured.places[number]
+    began, ended = measured.spans[number]
+    returned = measured.order[:ended]
     if not place.entering:
         state = bad_state(tap.modules[place.module], tap.names[place.module], untouched, masks)
         # It stands in the order itself by now.
-        inside = [index for index in weighed.order[began:ended] if index != place.module]
-        return Blame(place.module, shown, after=inside[-1] if inside else None, state=state, neg_inf=neg_inf)
+        inside = [index for index in measured.order[began:ended] if index != place.module]
+        return FirstSeen(place.module, shown, after=inside[-1] if inside else None, state=state, neg_inf=neg_inf)
     if place.source is not None:
-        return Blame(place.source, shown, place.module, ignored=True)
+        return FirstSeen(place.source, shown, place.module, ignored=True)
     if place.module == 0:
-        return Blame(None, shown, 0)
+        return FirstSeen(None, shown, 0)
     if place.caller is None:
-        return Blame(None, shown, place.module, returned[-1] if returned else None)
+        return FirstSeen(None, shown, place.module, returned[-1] if returned else None)
     state = bad_state(tap.modules[place.caller], tap.names[place.caller], untouched, masks)
-    inside = weighed.order[began:ended]
-    return Blame(place.caller, shown, place.module, inside[-1] if inside else None, state)
+    inside = measured.order[began:ended]
+    return FirstSeen(place.caller, shown, place.module, inside[-1] if inside else None, state)
 
 
-def _bad_input(tap: ForwardTap, index: int, inputs: Any) -> _Bad | None:
+def _bad_input(tap: ModuleHooks, index: int, inputs: Any) -> _Bad | None:
     """The first bad tensor that a running module was given and has not itself written to since."""
     args, kwargs = inputs
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
@@ -196,7 +188,7 @@ def _bad_input(tap: ForwardTap, index: int, inputs: Any) -> _Bad | None:
     return None
 
 
-def _written(tap: ForwardTap, index: int, position: str, tensor: Tensor) -> bool:
+def _written(tap: ModuleHooks, index: int, position: str, tensor: Tensor) -> bool:
     if position != "[0]":
         return False
     if index in tap.entered:
@@ -206,7 +198,7 @@ def _written(tap: ForwardTap, index: int, position: str, tensor: Tensor) -> bool
     return bool(getattr(tap.modules[index], "inplace", False))
 
 
-def _wrote_to_input(tap: ForwardTap, index: int, inputs: Any) -> bool:
+def _wrote_to_input(tap: ModuleHooks, index: int, inputs: Any) -> bool:
     """Whether a module that is bad now has written to what it was given, so that nobody knows what came in."""
     args, _ = inputs
     first = args[0] if args else None
@@ -239,7 +231,7 @@ def _neg_inf(inputs: Any) -> str | None:
     return None
 
 
-def _last_inside(tap: ForwardTap, returned: Sequence[int], outer: int, receiver: int | None) -> int | None:
+def _last_inside(tap: ModuleHooks, returned: Sequence[int], outer: int, receiver: int | None) -> int | None:
     """The module that `outer` had called last, apart from what the receiver itself has called since."""
     if outer in tap.entered:
         returned = returned[tap.entered[outer][1] :]

@@ -1,11 +1,14 @@
-"""What FiniteGuard says of a bad tensor in a forward: who made it, and what the evidence is."""
+"""What FiniteGuard says of a bad tensor in a forward: who made it, what the evidence is, which causes it points to."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from gpt_guard.callbacks.finite.blame import Blame, Shown
-from gpt_guard.callbacks.finite.finite_likely import OF_HALF, causes_likely, causes_shown, used_neg_inf
+import torch
+from torch import nn
+
+from gpt_guard.callbacks.finite.first_seen import FirstSeen, Shown
 from gpt_guard.catalogue import finding
 from gpt_guard.hooks.autograd_graph.explain import Operation
 from gpt_guard.hooks.watch import Watch
@@ -49,7 +52,7 @@ def shown_fields(shown: Shown) -> dict[str, Any]:
 
 def bad_output(
     watch: Watch,
-    culprit: Blame,
+    culprit: FirstSeen,
     here: dict[str, Any],
     *,
     operation: Operation | None,
@@ -70,7 +73,7 @@ def bad_output(
         position = f"input{shown.position} of {watch.tap.names[receiver] or 'the model'}"
     return finding(
         "GG101",
-        f"{seen} {state_of(shown)}.{_infinities(watch, culprit)}{told(operation)}",
+        f"{seen} {state_of(shown)}.{_infinities(watch, culprit)}{graph_shows(operation)}",
         shown=causes_shown(watch, culprit, operation, diverging=diverging),
         likely=causes_likely(watch, culprit),
         unlikely=() if half else OF_HALF,
@@ -84,12 +87,12 @@ def bad_output(
     )
 
 
-def told(operation: Operation | None) -> str:
+def graph_shows(operation: Operation | None) -> str:
     """What the graph shows, as a sentence."""
     return f" The graph shows: {operation.shows}." if operation else ""
 
 
-def bad_from_outside(watch: Watch, culprit: Blame, here: dict[str, Any]) -> Finding:
+def bad_from_outside(watch: Watch, culprit: FirstSeen, here: dict[str, Any]) -> Finding:
     """It was bad before any code of the model ran: the batch, or code of the loop between two calls of modules."""
     assert culprit.receiver is not None
     shown, receiver = culprit.shown, culprit.receiver
@@ -115,7 +118,7 @@ def bad_from_outside(watch: Watch, culprit: Blame, here: dict[str, Any]) -> Find
     )
 
 
-def _origin(watch: Watch, culprit: Blame) -> str:
+def _origin(watch: Watch, culprit: FirstSeen) -> str:
     assert culprit.maker is not None
     maker = module_name(watch, culprit.maker)
     after = f"after {module_name(watch, culprit.after)} had returned" if culprit.after is not None else ""
@@ -125,8 +128,6 @@ def _origin(watch: Watch, culprit: Blame) -> str:
         before = f"before it called {module_name(watch, culprit.receiver)}, which only received it"
         sure = "" if culprit.certain else " This is the closest that can be told: a method was called, not the module."
         return f"{maker} made it in its own code, {f'{after} and ' if after else ''}{before}.{sure}"
-    if culprit.rewritten:
-        return f"{maker} made it, or the code that wrote to its output in place before the next module was called."
     if not culprit.certain:
         return f"{maker} made it, or was given it: it writes to its own input, so what came in is no longer known."
     if culprit.after is not None:
@@ -136,20 +137,20 @@ def _origin(watch: Watch, culprit: Blame) -> str:
     return f"{maker} made it: its inputs and its parameters are finite."
 
 
-def _infinities(watch: Watch, culprit: Blame) -> str:
+def _infinities(watch: Watch, culprit: FirstSeen) -> str:
     if not culprit.masked_rows or used_neg_inf(watch, culprit):
         return _given_neg_inf(culprit)
     rows = "1 row is" if culprit.masked_rows == 1 else f"{culprit.masked_rows} rows are"
     return f" In what it works on, {rows} -inf throughout: softmax makes of that 0/0."
 
 
-def _given_neg_inf(culprit: Blame) -> str:
+def _given_neg_inf(culprit: FirstSeen) -> str:
     if culprit.neg_inf is None:
         return ""
     return f" Its input {culprit.neg_inf} holds -inf: fine for a mask, but as a number it makes infinities and NaN."
 
 
-def _evidence(watch: Watch, culprit: Blame) -> dict[str, Any]:
+def _evidence(watch: Watch, culprit: FirstSeen) -> dict[str, Any]:
     found = shown_fields(culprit.shown)
     if culprit.receiver is not None:
         found["received_by"] = watch.tap.names[culprit.receiver]
@@ -191,3 +192,75 @@ def scaler_stuck(watch: Watch, skipped: int) -> Finding:
         moment=Moment.BEFORE_STEP,
         guard=GUARD,
     )
+
+
+OF_HALF = ("overflow_half", "eps_lost")
+"""They need float16 somewhere."""
+_HALF_MAX = torch.finfo(torch.float16).max
+# Within an order of magnitude of the limit, the next product or sum goes over it.
+_NEAR = 0.1
+
+
+def causes_shown(watch: Watch, culprit: FirstSeen, operation: Operation | None, *, diverging: bool) -> Iterable[str]:
+    """The causes that the evidence points to, each with a test and a fix of its own."""
+    if diverging:
+        yield "lr_too_high"
+    if operation is not None:
+        yield {"log_of_zero": "log_or_div_zero"}.get(operation.cause, operation.cause)
+    if used_neg_inf(watch, culprit):
+        yield "neg_inf_input"
+    elif culprit.masked_rows:
+        yield "all_masked_row"
+
+
+def causes_likely(watch: Watch, culprit: FirstSeen) -> Iterable[str]:
+    """The causes that fit module, dtype and values, the likeliest first."""
+    assert culprit.maker is not None
+    module, shown = watch.tap.modules[culprit.maker], culprit.shown
+    nan, infinite = _kinds(shown)
+    if culprit.masked_rows:
+        yield "all_masked_row"
+    if shown.dtype == "float16" and (infinite or _near_half_limit(shown)):
+        yield "overflow_half"
+    if isinstance(module, (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)):
+        yield "zero_std"
+    own_code = culprit.receiver is not None or culprit.after is not None
+    if own_code and nan and "att" in (watch.tap.names[culprit.maker] + type(module).__name__).lower():
+        yield "all_masked_row"
+    if culprit.neg_inf is not None:
+        yield "neg_inf_input"
+    if infinite and shown.dtype != "float16":
+        yield "exp_overflow"
+    if (own_code and nan) or shown.dtype not in ("float16", "bfloat16"):
+        # Whatever else it is, a float32 output has not left the range of float16.
+        yield "log_or_div_zero"
+        yield "negative_root"
+
+
+def used_neg_inf(watch: Watch, culprit: FirstSeen) -> bool:
+    """Whether -inf went into a module that has no use for it."""
+    return (
+        culprit.neg_inf is not None and culprit.maker is not None and _takes_no_mask(watch.tap.modules[culprit.maker])
+    )
+
+
+def _takes_no_mask(module: nn.Module) -> bool:
+    """A single layer of torch's: it has no use for -inf."""
+    softmax = isinstance(module, (nn.Softmax, nn.LogSoftmax, nn.Softmax2d, nn.MultiheadAttention))
+    plain = type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
+    return plain and not softmax
+
+
+def _kinds(shown: Shown) -> tuple[bool, bool]:
+    """Whether NaN and whether +inf is in it; extremes that are NaN hide infinities."""
+    if shown.stats is not None:
+        return shown.stats.nan > 0, shown.stats.pos_inf > 0
+    nan = shown.low != shown.low
+    return nan, not nan and shown.high == float("inf")
+
+
+def _near_half_limit(shown: Shown) -> bool:
+    if shown.stats is None:
+        return True
+    top = max(abs(shown.stats.finite_min or 0.0), abs(shown.stats.finite_max or 0.0))
+    return top > _NEAR * _HALF_MAX

@@ -1,6 +1,6 @@
 """Where a reading would stall the device: extremes of each input and output wait, and are read with the step.
 
-Inputs are weighed as well as outputs, each tensor once: the first bad one in this order is where the trouble began.
+Inputs are measured as well as outputs, each tensor once: the first bad one in this order is where the trouble began.
 Minimum and maximum come out of one pass, carry NaN, and cannot overflow, so no second look at the tensor is needed.
 """
 
@@ -10,17 +10,16 @@ import weakref
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gpt_guard.hooks.hook import EntryHook, ReturnHook, Tap
-from gpt_guard.hooks.sums import tested, values_of
+from gpt_guard.hooks.output_hooks import Hook, Owner, tested, values_of
 from gpt_guard.hooks.tensors import version_of, walk
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class Place(NamedTuple):
-    """Where a weighed tensor sat: a module by index, entering or leaving it, and the position in the structure.
+class TensorPlace(NamedTuple):
+    """Where a measured tensor sat: a module by index, entering or leaving it, and the position in the structure.
 
     `caller` is the module whose code was running around it; `source` the ignored module that returned the tensor.
     """
@@ -34,29 +33,29 @@ class Place(NamedTuple):
     source: int | None
 
 
-class Weighed(NamedTuple):
+class ForwardExtremes(NamedTuple):
     """The places of one forward, which modules returned in it, and the extremes `[2 * n]`.
 
     `spans` holds for each place the part of `order` that had returned since the module around it began. `parts` holds
     the place numbers and, on the device, their minima followed by their maxima; one part for each device and dtype.
     """
 
-    places: list[Place]
+    places: list[TensorPlace]
     spans: list[tuple[int, int]]
     order: list[int]
     parts: list[tuple[list[int], Tensor]]
 
 
-class Scales:
-    """What has been weighed since `take`, and the modules that are running."""
+class Extremes:
+    """What has been measured since `take`, and the modules that are running."""
 
     def __init__(self) -> None:
         self.running: list[int] = []
-        self._places: list[Place] = []
+        self._places: list[TensorPlace] = []
         self._spans: list[tuple[int, int]] = []
         self._began: dict[int, int] = {}
         self._values: list[tuple[Tensor, Tensor]] = []
-        self._known: dict[tuple[int, bool, str], Place] = {}
+        self._known: dict[tuple[int, bool, str], TensorPlace] = {}
 
     def enter(self, index: int, returned: int) -> None:
         """A module begins, `returned` others have ended; one that is listed already was left by an exception."""
@@ -69,8 +68,8 @@ class Scales:
         if index in self.running:
             del self.running[self.running.index(index) :]
 
-    def weigh(self, tap: Tap, index: int, value: Any, *, entering: bool) -> None:
-        """Keep the extremes of each tensor in a structure, unless it was the last one weighed."""
+    def measure(self, tap: Owner, index: int, value: Any, *, entering: bool) -> None:
+        """Keep the extremes of each tensor in a structure, unless it was the last one measured."""
         for position, tensor in walk(value):
             if tested(tap, tensor) or (values := values_of(tap, index, tensor)) is None:
                 continue
@@ -87,19 +86,19 @@ class Scales:
             tap.last_version = version_of(tensor)
             tap.last = weakref.ref(tensor)
 
-    def _place(self, tap: Tap, index: int, position: str, tensor: Tensor, entering: bool) -> Place:
+    def _place(self, tap: Owner, index: int, position: str, tensor: Tensor, entering: bool) -> TensorPlace:
         caller = self.running[-2] if len(self.running) > 1 and entering else None
         source = tap.source_of(tensor) if tap.untested and entering else None
         known = self._known.get((index, entering, position))
         # Forwards are alike: the same places again cost no memory, however many forwards wait.
         if known is not None and known[3:] == (tensor.shape, tensor.dtype, caller, source):
             return known
-        place = Place(index, entering, position, tuple(tensor.shape), tensor.dtype, caller, source)
+        place = TensorPlace(index, entering, position, tuple(tensor.shape), tensor.dtype, caller, source)
         self._known[index, entering, position] = place
         return place
 
-    def take(self, tap: Tap) -> Weighed | None:
-        """What was weighed, packed into one tensor for each device and dtype; None if nothing was. Reads nothing."""
+    def take(self, tap: Owner) -> ForwardExtremes | None:
+        """What was measured, packed into one tensor for each device and dtype; None if nothing was. Reads nothing."""
         if not self._values:
             return None
         kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -110,9 +109,9 @@ class Scales:
             pairs = [self._values[number] for number in numbers]
             packed = torch.stack([low for low, _ in pairs] + [high for _, high in pairs])
             parts.append((numbers, packed.float() if dtype in _HALF else packed))
-        weighed = Weighed(self._places, self._spans, list(tap.order), parts)
+        measured = ForwardExtremes(self._places, self._spans, list(tap.order), parts)
         self._places, self._spans, self._values = [], [], []
-        return weighed
+        return measured
 
     def clear(self) -> None:
         """Forget everything."""
@@ -122,36 +121,36 @@ class Scales:
         self._places, self._spans, self._values = [], [], []
 
 
-class ScaleTap(Tap, Protocol):
-    """A tap with scales."""
+class ExtremesOwner(Owner, Protocol):
+    """ModuleHooks, with the extremes that wait."""
 
-    scales: Scales
+    extremes: Extremes
 
 
-class WeighInputs(EntryHook):
-    """Weigh what a module is called with."""
+class EntryExtremes(Hook):
+    """Measure what a module is called with."""
 
-    tap: ScaleTap
+    __slots__ = ()
+    tap: ExtremesOwner
 
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Weigh all of it."""
-        if self.listens():
-            scales = self.tap.scales
-            scales.enter(self.index, len(self.tap.order))
-            scales.weigh(self.tap, self.index, args, entering=True)
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.active(module):
+            extremes = self.tap.extremes
+            extremes.enter(self.index, len(self.tap.order))
+            extremes.measure(self.tap, self.index, args, entering=True)
             if kwargs:
-                scales.weigh(self.tap, self.index, kwargs, entering=True)
+                extremes.measure(self.tap, self.index, kwargs, entering=True)
 
 
-class WeighOutputs(ReturnHook):
-    """Weigh what a module returns; to be called also when it is left by an exception, with None for an output."""
+class ReturnExtremes(Hook):
+    """Measure what a module returns; to be called also when it is left by an exception, with None for an output."""
 
-    tap: ScaleTap
+    __slots__ = ()
+    tap: ExtremesOwner
 
-    def leave(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None, output: Any) -> None:
-        """Weigh all of it."""
-        if self.listens():
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.active(module):
             if output is not None:
                 self.tap.order.append(self.index)
-                self.tap.scales.weigh(self.tap, self.index, output, entering=False)
-            self.tap.scales.leave(self.index)
+                self.tap.extremes.measure(self.tap, self.index, output, entering=False)
+            self.tap.extremes.leave(self.index)

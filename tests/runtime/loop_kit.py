@@ -1,4 +1,4 @@
-"""What the tests of light steps share: a net, a plain loop, and sinks that keep what they are given."""
+"""What tests of whole loops share: a net, a plain loop, and a sink that keeps what it is given."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpt_guard import Action, Finding, Guardian
-from gpt_guard.hooks.pace import Pace
 from gpt_guard.records import Observation
 from gpt_guard.sinks.base import Sink
 
@@ -20,7 +19,7 @@ Act = Callable[[int, nn.Module, torch.optim.Optimizer], None]
 
 
 class Kept(Sink):
-    """Keeps every observation; may say that it takes them late."""
+    """Keeps every observation and finding."""
 
     def observe(self, observation: Observation) -> None:
         self.seen.append(observation)
@@ -31,10 +30,6 @@ class Kept(Sink):
     def __init__(self) -> None:
         self.seen: list[Observation] = []
         self.found: list[tuple[int, Finding]] = []
-
-
-class KeptLate(Kept):
-    late = True
 
 
 def net() -> nn.Module:
@@ -68,16 +63,6 @@ def watched(model: nn.Module, *, sink: Sink | None = None, **options: Any) -> tu
 
 def told(sink: Kept) -> list[tuple[str, int | None]]:
     return [(found.code, found.step) for _, found in sink.found]
-
-
-def pace(guardian: Guardian) -> Pace:
-    assert guardian._session is not None
-    return guardian._session.watch.pace
-
-
-def light_steps(guardian: Guardian, loop: Iterator[int]) -> set[int]:
-    """The steps after which the next one was light."""
-    return {step + 1 for step in loop if not pace(guardian).full}
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.chains import Link
-from gpt_guard.hooks.forward import ForwardTap
+from gpt_guard.hooks.module_hooks import ModuleHooks
 
 
 class Listener:
@@ -33,7 +33,7 @@ class Listener:
 class Suspects(list[tuple[str, str, bool]]):
     """Collects what fails the cheap test, by the path of its module."""
 
-    def __init__(self, tap: ForwardTap) -> None:
+    def __init__(self, tap: ModuleHooks) -> None:
         super().__init__()
         self.tap = tap
 
@@ -41,8 +41,8 @@ class Suspects(list[tuple[str, str, bool]]):
         self.append((self.tap.names[index], position, entering))
 
 
-def tapped(model: nn.Module, *, immediate: bool = True, ignore: tuple[str, ...] = ()) -> tuple[ForwardTap, Suspects]:
-    tap = ForwardTap(model, immediate=immediate)
+def tapped(model: nn.Module, *, immediate: bool = True, ignore: tuple[str, ...] = ()) -> tuple[ModuleHooks, Suspects]:
+    tap = ModuleHooks(model, immediate=immediate)
     suspects = Suspects(tap)
     tap.open(Listener())
     tap.watch_outputs(suspects, ignore)
@@ -178,7 +178,7 @@ def test_the_inside_of_compiled_modules_is_named_and_left_alone() -> None:
     in_place.compile(backend="eager")
     wrapper: Any = torch.compile(inner, backend="eager")
     model = model_of(wrapper, in_place, nn.Linear(2, 2))
-    tap = ForwardTap(model, immediate=True)
+    tap = ModuleHooks(model, immediate=True)
     assert tap.names == ["", "0", "2"]
     assert tap.inside_compiled == ["0", "1"]
     tap.close()
@@ -186,7 +186,7 @@ def test_the_inside_of_compiled_modules_is_named_and_left_alone() -> None:
 
 def test_a_shared_module_appears_once_under_its_first_path() -> None:
     shared = nn.Linear(2, 2)
-    tap = ForwardTap(model_of(shared, nn.Sequential(shared)), immediate=True)
+    tap = ModuleHooks(model_of(shared, nn.Sequential(shared)), immediate=True)
     assert tap.names == ["", "0", "1"]
     tap.close()
 

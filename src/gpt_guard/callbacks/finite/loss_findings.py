@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.callbacks.finite.blame import Blame
-from gpt_guard.callbacks.finite.finite_words import GUARD, module_fields, module_name, shown_fields, told
+from gpt_guard.callbacks.finite.context import Context
+from gpt_guard.callbacks.finite.first_seen import FirstSeen
+from gpt_guard.callbacks.finite.forward_findings import GUARD, graph_shows, module_fields, module_name, shown_fields
+from gpt_guard.callbacks.finite.state_findings import bad_before
+from gpt_guard.callbacks.updates.param_plan import listed
 from gpt_guard.catalogue import finding
 from gpt_guard.hooks.autograd_graph.explain import Operation, explain
 from gpt_guard.hooks.autograd_graph.reach import Labels, labels_of, operations
+from gpt_guard.hooks.state import StateWatch, bad_state
 from gpt_guard.hooks.tensors import walk
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, TensorStats
@@ -30,7 +34,7 @@ _KEYS = {
 _IGNORE_INDEX = -100  # of torch's cross_entropy, and the label that data collators write
 
 
-def is_loss(watch: Watch, culprit: Blame) -> bool:
+def is_loss(watch: Watch, culprit: FirstSeen) -> bool:
     """Whether a bad output is a loss: a scalar of a loss module, one called so, or one the model itself computed."""
     if culprit.maker is None or culprit.receiver is not None or culprit.shown.shape != ():
         return False
@@ -40,7 +44,13 @@ def is_loss(watch: Watch, culprit: Blame) -> bool:
 
 
 def loss_of_module(
-    watch: Watch, culprit: Blame, tensor: Tensor | None, masks: Sequence[str], here: dict[str, Any], *, diverging: bool
+    watch: Watch,
+    culprit: FirstSeen,
+    tensor: Tensor | None,
+    masks: Sequence[str],
+    here: dict[str, Any],
+    *,
+    diverging: bool,
 ) -> Finding:
     """The loss that a module returned is bad; `tensor` is None where it is no longer at hand."""
     assert culprit.maker is not None
@@ -111,7 +121,7 @@ def _bad_loss(
             seen += f" 0 of {labels.labels} target positions are supervised (all are {labels.ignore_index})."
     operation = explain(loss) if loss is not None else None
     if operation is not None and operation.cause != "all_labels_ignored":
-        seen += told(operation)
+        seen += graph_shows(operation)
     if made_by:
         evidence["operations"] = made_by
     if masks:
@@ -161,4 +171,56 @@ def _labels_given(watch: Watch) -> Labels | None:
     for _, tensor in walk(watch.tap.inputs):
         if tensor.dtype is torch.int64 and tensor.numel() and bool((tensor == _IGNORE_INDEX).any()):
             return Labels(tensor.numel(), int((tensor != _IGNORE_INDEX).sum()), _IGNORE_INDEX)
+    return None
+
+
+class Hidden(NamedTuple):
+    """Modules whose outputs were not seen, by path (the empty one is the whole model), and why not, as a sentence."""
+
+    paths: list[str]
+    why: str
+
+
+def verdict_on_loss(
+    watch: Watch,
+    state: StateWatch,
+    context: Context,
+    loss: Tensor,
+    stats: TensorStats,
+    untouched: dict[int, int],
+    here: dict[str, Any],
+) -> Iterator[Finding]:
+    """What is said before a backward on such a loss; state that is bad where outputs are not seen explains it."""
+    hidden = hidden_from(watch)
+    for path in hidden.paths if hidden else ():
+        bad = bad_state(watch.model.get_submodule(path), path, untouched, state.masks)
+        origin = f"{hidden.why if hidden else ''}: which module was the first to use it is not known."
+        if bad is not None and (told := [*bad_before(watch, state, bad, origin, here)]):
+            yield from told
+            return
+    value = loss.item() if loss.numel() == 1 else math.nan
+    masks, diverging = context.mask_names(watch), context.diverging
+    yield loss_outside(watch, value, loss, stats, masks, here, diverging=diverging, why=hidden.why if hidden else None)
+
+
+def hidden_from(watch: Watch, *, late: bool = False) -> Hidden | None:
+    """What was not seen of the model before this backward; None where its own output was, or those of all its parts.
+
+    Of a model that is called itself, the output is what counts: what went wrong inside shows in it. `late`: the
+    backward is over, and whether a forward was missed before it is not known any more.
+    """
+    tap = watch.tap
+    compiled = [path for path in tap.inside_compiled if path not in tap.names] + tap.compiled_later
+    ignored = [tap.names[index] for index in sorted(tap.ignored)]
+    if not tap.watching:
+        return Hidden([""], "Module outputs are not watched, as asked")
+    if "" in compiled:
+        return Hidden([""], "What goes on inside of the model is not seen, since it is compiled in place")
+    if "" in ignored:
+        return Hidden([""], "The model's output is not watched, as asked")
+    # A second backward may go through a forward that was seen before the first.
+    if not (late or watch.forwards or watch.since_step) and (tap.calls or not tap.order):
+        return Hidden([""], "No call of the model was seen before this backward")
+    if not tap.calls and (paths := compiled + ignored):
+        return Hidden(paths, f"What goes on inside of {listed(paths)} is not seen")
     return None

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gpt_guard.callbacks.finite.finite_words import GUARD, amount
+from gpt_guard.callbacks.finite.forward_findings import GUARD, amount
 from gpt_guard.catalogue import finding
 from gpt_guard.hooks.autograd_graph.between import Step, between, names_of, suspects
 from gpt_guard.hooks.autograd_graph.half import no_half

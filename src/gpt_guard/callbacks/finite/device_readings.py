@@ -1,4 +1,4 @@
-"""What FiniteGuard keeps where a reading would stall the device, and what it finds in it once the host has read it."""
+"""FiniteGuard where a reading would stall the device: what waits for the one host read, and what it shows then."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gpt_guard.callbacks.finite.blame import Blame, Shown, blame_weighed
+from gpt_guard.callbacks.finite.context import Context, Reported
+from gpt_guard.callbacks.finite.first_seen import FirstSeen, Shown, first_seen_on_device
+from gpt_guard.callbacks.finite.gradient_findings import bad_gradient
+from gpt_guard.callbacks.finite.loss_findings import hidden_from, loss_outside
+from gpt_guard.callbacks.finite.verdict import verdict
+from gpt_guard.hooks.extremes import ForwardExtremes
+from gpt_guard.hooks.state import StateWatch
 from gpt_guard.hooks.tensors import describe, is_bad
 from gpt_guard.hooks.watch import Watch
-from gpt_guard.hooks.weigh import Weighed
+from gpt_guard.records import Finding, Moment, Observation
 
 
 @dataclass(frozen=True)
 class _Forward:
     number: int
-    weighed: Weighed
+    measured: ForwardExtremes
     micro_batch: int
     untouched: dict[int, int]
     evaluation: bool
@@ -36,13 +42,13 @@ class _Backward:
 class Trouble(NamedTuple):
     """A bad forward (who made it), a bad loss (its value) or bad gradients (their norms), with its micro-batch."""
 
-    what: Blame | float | dict[str, float]
+    what: FirstSeen | float | dict[str, float]
     micro_batch: int
     evaluation: bool = False
     loss: Tensor | None = None
 
 
-class LateReadings:
+class DeviceReadings:
     """Forwards and backwards in the order in which they happened, until their readings arrive."""
 
     def __init__(self) -> None:
@@ -50,14 +56,14 @@ class LateReadings:
         self._count = 0
 
     def keep_forward(self, watch: Watch, micro_batch: int, untouched: dict[int, int], *, evaluation: bool) -> None:
-        """Put what one forward weighed into the ledger."""
-        weighed = watch.tap.scales.take(watch.tap)
-        if weighed is None:
+        """Put what one forward measured into the ledger."""
+        measured = watch.tap.extremes.take(watch.tap)
+        if measured is None:
             return
         self._count += 1
-        for part, (_, packed) in enumerate(weighed.parts):
+        for part, (_, packed) in enumerate(measured.parts):
             watch.ledger.put(f"finite.{self._count}.{part}", packed)
-        self._events.append(_Forward(self._count, weighed, micro_batch, untouched, evaluation))
+        self._events.append(_Forward(self._count, measured, micro_batch, untouched, evaluation))
 
     def keep_backward(self, watch: Watch, micro_batch: int, loss: Tensor | None, *, gradients: bool) -> None:
         """Put the loss of one backward and the norms of its gradients into the ledger."""
@@ -77,9 +83,9 @@ class LateReadings:
                 continue
             for number, low, high in _extremes_of(event, readings):
                 if low == -torch.inf and not is_bad(low, high):
-                    place = event.weighed.places[number]
+                    place = event.measured.places[number]
                     if not place.entering:
-                        yield place.module, Shown.weighed(place, low, high), event.micro_batch, event.evaluation
+                        yield place.module, Shown.measured(place, low, high), event.micro_batch, event.evaluation
 
     def troubles(
         self, watch: Watch, readings: dict[str, Any], masks: frozenset[int] = frozenset()
@@ -102,7 +108,7 @@ class LateReadings:
             bad = [found for found in extremes if is_bad(found[1], found[2])]
             if bad:
                 trouble = Trouble(_culprit(watch, event, bad[0], extremes, masks), event.micro_batch, event.evaluation)
-                if any(not event.weighed.places[number].entering for number, _, _ in bad):
+                if any(not event.measured.places[number].entering for number, _, _ in bad):
                     yield trouble
                 elif not event.evaluation:
                     held.append(trouble)
@@ -114,19 +120,19 @@ def _culprit(
     first: tuple[int, float, float],
     extremes: list[tuple[int, float, float]],
     masks: frozenset[int],
-) -> Blame:
-    weighed, (number, low, high) = event.weighed, first
-    place = weighed.places[number]
+) -> FirstSeen:
+    measured, (number, low, high) = event.measured, first
+    place = measured.places[number]
     leaf = next(watch.tap.modules[place.module].children(), None) is None
     neg_inf: str | None = None
     for other, lowest, highest in extremes:
-        given = weighed.places[other]
-        # Where it is not listed itself, what a leaf was given is the tensor weighed last before its output.
+        given = measured.places[other]
+        # Where it is not listed itself, what a leaf was given is the tensor measured last before its output.
         near = (other == number - 1 and leaf) or (given.entering and given.module == place.module)
         if other < number and near and lowest == -torch.inf and not is_bad(lowest, highest):
             neg_inf = given.position if given.entering else "[0]"
-    shown = Shown.weighed(place, low, high)
-    return blame_weighed(watch.tap, weighed, number, shown, event.untouched, masks, neg_inf)
+    shown = Shown.measured(place, low, high)
+    return first_seen_on_device(watch.tap, measured, number, shown, event.untouched, masks, neg_inf)
 
 
 def _backward_troubles(watch: Watch, event: _Backward, readings: dict[str, Any]) -> Iterator[Trouble]:
@@ -151,8 +157,47 @@ def _extremes(loss: Tensor) -> Tensor:
 
 
 def _extremes_of(event: _Forward, readings: dict[str, Any]) -> Iterator[tuple[int, float, float]]:
-    for part, (numbers, _) in enumerate(event.weighed.parts):
+    for part, (numbers, _) in enumerate(event.measured.parts):
         values = readings.get(f"finite.{event.number}.{part}")
         if values is not None:
             count = len(numbers)
             yield from zip(numbers, values[:count], values[count:], strict=True)
+
+
+def before_now(watch: Watch) -> int:
+    """How many backward calls of the step being prepared have come before, where reading is free: by what they left.
+
+    To be asked when something is bad: looks at each parameter.
+    """
+    fresh = not watch.since_step or all(parameter.grad is None for parameter in watch.tracked.values())
+    return 0 if fresh else watch.micro_batch
+
+
+def here_in(watch: Watch, micro_batch: int, *, evaluation: bool) -> dict[str, Any]:
+    """Step and micro-batch of a forward, by the field names of Finding."""
+    place = {"step": watch.step, "moment": Moment.FORWARD, "evaluation": evaluation}
+    return place if evaluation else {**place, "micro_batch": micro_batch}
+
+
+def judge_on_device(
+    watch: Watch, readings: DeviceReadings, state: StateWatch, context: Context, reported: Reported, seen: Observation
+) -> Iterator[Finding]:
+    """One bad forward is told once, and nothing that follows from it in the same step."""
+    for index, shown, micro_batch, evaluation in readings.masks(watch, seen.readings):
+        context.note_mask(watch, index, shown, here_in(watch, micro_batch, evaluation=evaluation))
+    for trouble in readings.troubles(watch, seen.readings, state.masks):
+        if isinstance(trouble.what, FirstSeen):
+            reported.step = reported.step or not trouble.evaluation
+            here = here_in(watch, trouble.micro_batch, evaluation=trouble.evaluation)
+            yield from verdict(watch, state, context, trouble.what, None, here)
+        elif not reported.step:
+            reported.step = True
+            here = {"step": watch.step, "micro_batch": trouble.micro_batch}
+            if isinstance(trouble.what, dict):
+                yield bad_gradient(watch, trouble.what, trouble.loss, here)
+            else:
+                here |= {"moment": Moment.BEFORE_BACKWARD}
+                masks, diverging = context.mask_names(watch), context.diverging
+                hidden = hidden_from(watch, late=True)
+                why = hidden.why if hidden else None
+                yield loss_outside(watch, trouble.what, None, None, masks, here, diverging=diverging, why=why)

@@ -168,6 +168,7 @@ class Guardian(Staged):
         try:
             if self._session is not None:
                 self._session.close()
+                self._dropped.detach()
             self._session = None
         finally:
             self._dispatch.close(self.report())

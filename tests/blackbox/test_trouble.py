@@ -62,7 +62,7 @@ def test_any_other_error_of_its_own_is_kept_away_too(
 def test_there_is_a_most_number_of_bundles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = TwoFaults()
     guardian, _ = guardian_of(model, tmp_path, policy={"error": "record"})
-    monkeypatch.setattr(guardian._desk.sinks[-1], "most", 1)
+    monkeypatch.setattr(guardian._dispatch.sinks[-1], "most", 1)
     with guardian:
         for value in (100.0, -1.0):
             model(torch.full((2, 2), value))

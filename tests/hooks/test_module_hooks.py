@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from gpt_guard.errors import GuardUsageError
-from gpt_guard.hooks.chains import Link
 from gpt_guard.hooks.module_hooks import ModuleHooks
 
 
@@ -37,7 +36,7 @@ class Suspects(list[tuple[str, str, bool]]):
         super().__init__()
         self.tap = tap
 
-    def __call__(self, index: int, position: str, tensor: Tensor, entering: bool, link: Link | None) -> None:
+    def __call__(self, index: int, position: str, tensor: Tensor, entering: bool) -> None:
         self.append((self.tap.names[index], position, entering))
 
 
@@ -51,8 +50,7 @@ def tapped(model: nn.Module, *, immediate: bool = True, ignore: tuple[str, ...] 
 
 
 def hooks(model: nn.Module) -> int:
-    held = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
-    return held + (nn.Module._compiled_call_impl is not None)
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
 def model_of(*layers: nn.Module) -> nn.Sequential:
@@ -163,7 +161,7 @@ def test_no_activation_is_kept_alive(immediate: bool) -> None:
 @pytest.mark.parametrize("immediate", [True, False])
 def test_what_never_ends_stays_bounded(immediate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules called one by one, the model never."""
-    monkeypatch.setattr("gpt_guard.hooks.forward._MOST_RETURNS", 10)
+    monkeypatch.setattr("gpt_guard.hooks.module_hooks._MOST_RETURNS", 10)
     model = model_of(nn.Linear(2, 2))
     tap, _ = tapped(model, immediate=immediate)
     for _ in range(50):
@@ -220,7 +218,7 @@ def test_each_tensor_is_weighed_once_and_packed_by_dtype() -> None:
     model = model_of(nn.Linear(2, 2), nn.Identity(), Cast())
     tap, _ = tapped(model, immediate=False)
     model(torch.ones(1, 2))
-    weighed = tap.scales.take(tap)
+    weighed = tap.extremes.take(tap)
     assert weighed is not None
     places = [(tap.names[place.module], place.entering, place.position) for place in weighed.places]
     assert places == [
@@ -237,7 +235,7 @@ def test_each_tensor_is_weighed_once_and_packed_by_dtype() -> None:
         (torch.float32, 4),
         (torch.float64, 4),
     ]
-    assert tap.scales.take(tap) is None
+    assert tap.extremes.take(tap) is None
     tap.close()
 
 
@@ -247,7 +245,7 @@ def test_alike_forwards_share_their_places() -> None:
     taken = []
     for _ in range(2):
         model(torch.ones(1, 2))
-        taken.append(tap.scales.take(tap))
+        taken.append(tap.extremes.take(tap))
     first, second = taken
     assert first is not None
     assert second is not None

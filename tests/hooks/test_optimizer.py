@@ -54,9 +54,15 @@ def sgd() -> SGD:
     return SGD([parameter], lr=1.0)
 
 
+def hooked(optimizers: tuple[Optimizer, ...], listener: Listener) -> StepHooks:
+    hooks = StepHooks(optimizers)
+    hooks.open(listener)
+    return hooks
+
+
 def test_several_optimizers_by_index() -> None:
     optimizers, listener = (sgd(), sgd()), Listener()
-    hooks = StepHooks(optimizers, listener)
+    hooks = hooked(optimizers, listener)
     optimizers[1].step()
     optimizers[0].step(None)
     hooks.close()
@@ -71,7 +77,7 @@ def test_several_optimizers_by_index() -> None:
 @pytest.mark.parametrize("keyword", [True, False])
 def test_a_closure_is_called_as_it_would_be(keyword: bool) -> None:
     optimizer, listener = sgd(), Listener()
-    hooks = StepHooks((optimizer,), listener)
+    hooks = hooked((optimizer,), listener)
 
     def closure() -> Tensor:
         return torch.tensor(7.0)
@@ -84,7 +90,7 @@ def test_a_closure_is_called_as_it_would_be(keyword: bool) -> None:
 
 def test_a_closure_that_raises() -> None:
     optimizer, listener = sgd(), Listener()
-    hooks = StepHooks((optimizer,), listener)
+    hooks = hooked((optimizer,), listener)
 
     def closure() -> Tensor:
         raise OSError("gone")
@@ -98,7 +104,7 @@ def test_a_closure_that_raises() -> None:
 def test_raising_before_the_step_leaves_weights_and_state_alone() -> None:
     optimizer, listener = sgd(), Listener()
     optimizer.param_groups[0]["momentum"] = 0.9
-    hooks = StepHooks((optimizer,), listener)
+    hooks = hooked((optimizer,), listener)
     listener.fail_at = "begins"
     with pytest.raises(ArithmeticError):
         optimizer.step()
@@ -109,7 +115,7 @@ def test_raising_before_the_step_leaves_weights_and_state_alone() -> None:
 
 def test_copies_and_pickles_carry_no_live_hook() -> None:
     optimizer, listener = sgd(), Listener()
-    hooks = StepHooks((optimizer,), listener)
+    hooks = hooked((optimizer,), listener)
     for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         other.step()
     hook = next(iter(optimizer._optimizer_step_pre_hooks.values()))
@@ -126,8 +132,10 @@ def test_failing_half_way_leaves_nothing() -> None:
             """Leaves out what Optimizer sets up."""
 
     good = sgd()
+    hooks = StepHooks((good, Broken()))
     with pytest.raises(AttributeError):
-        StepHooks((good, Broken()), Listener())
+        hooks.open(Listener())
+    hooks.close()
     assert not good._optimizer_step_pre_hooks
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpt_guard.hooks.ledger import Ledger
 from gpt_guard.records import Moment, Observation
-from gpt_guard.runtime.observing import amount, complete, observe, put_lr
+from gpt_guard.runtime.step_record import batch_size, complete, observe, put_lr
 
 FACTS: dict[str, Any] = {"step": 3, "moment": Moment.BEFORE_STEP}
 
@@ -108,4 +108,4 @@ def test_completing() -> None:
     ],
 )
 def test_amounts(inputs: Tensor | Any, expected: tuple[int, int]) -> None:
-    assert amount(inputs) == expected
+    assert batch_size(inputs) == expected

@@ -218,16 +218,13 @@ def observe(
 
     `after` and `applied` name the parameters whose norms stand in `grad_norms` (taken after backward) and
     `grad_norms.applied` (just before the step; None if nothing has touched the gradients since). `names` restricts
-    both to the parameters this optimizer steps. `clip` among the readings is the factor that the gradients were
-    multiplied by in between, where that is known without norms. `facts` are the fields known without the device.
+    both to the parameters this optimizer steps. `facts` are the fields known without the device.
     """
     values = readings.pop("grad_norms", ())
     norms = _named(after, values, names)
     # A list is unpacked in a sixth of the time that the values of a dict take.
     grad_norm = total_norm(values if names is None else norms.values()) if norms else None
     clipped_norm = grad_norm
-    if grad_norm is not None and "clip" in readings:
-        clipped_norm = grad_norm * readings.pop("clip")
     if applied is not None:
         values = readings.pop("grad_norms.applied", ())
         # Only their total is wanted, unless there are no others.

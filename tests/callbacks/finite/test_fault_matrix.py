@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -234,9 +234,7 @@ def check(found: Finding, fault: Fault, reads: Reads) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 @pytest.mark.parametrize("inside", [True, False], ids=["guardian first", "fault first"])
-def test_the_right_one_is_named_and_nothing_is_updated(
-    fault: Fault, value: float, reads: Reads, inside: bool
-) -> None:
+def test_the_right_one_is_named_and_nothing_is_updated(fault: Fault, value: float, reads: Reads, inside: bool) -> None:
     run = Run.new()
     guardian = Guardian(run.model, run.optimizer, guards=[FiniteGuard()], sinks=[], reads=reads, replay=False)
     first, second = (guardian, broken(run, fault, value)) if inside else (broken(run, fault, value), guardian)

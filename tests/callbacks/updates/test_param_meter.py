@@ -16,8 +16,6 @@ from gpt_guard.hooks.versions import ParameterVersions
 from gpt_guard.records import Moment, Observation
 
 
-
-
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))

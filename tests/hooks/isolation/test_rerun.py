@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.hooks.module_hooks import ModuleHooks
 from gpt_guard.hooks.inspection import Inspection
 from gpt_guard.hooks.isolation.rerun import Rerun, copied, marks, not_repeatable, odd
+from gpt_guard.hooks.module_hooks import ModuleHooks
 from gpt_guard.hooks.tensors import walk
 
 Pair = namedtuple("Pair", ["a", "b"])

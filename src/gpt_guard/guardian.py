@@ -110,6 +110,7 @@ class Guardian(Staged):
         outputs += [] if folder is None else [*with_report(JsonlSink(folder)), box]
         self._dispatch = Dispatch(Policy(policy, strict=strict), outputs, self._progress, again.enrich, box.note)
         self._session: Session | None = None
+        self._dropped: weakref.finalize[Any, Any] | None = None
         self._not_watched = [NEVER_ENTERED]
         self._unentered = warn_if_trained(self, model)
 
@@ -145,10 +146,10 @@ class Guardian(Staged):
             self._dropped = weakref.finalize(self, self._session.close)
             self._dropped.atexit = False
             self._session.open()
+            return self
         except BaseException:
             self._end()
             raise
-        return self
 
     def stop(self) -> None:
         """Stop watching and detach everything; does nothing if not watching. Raises a finding that halts at the end."""
@@ -168,8 +169,9 @@ class Guardian(Staged):
         try:
             if self._session is not None:
                 self._session.close()
+            if self._dropped is not None:
                 self._dropped.detach()
-            self._session = None
+            self._session = self._dropped = None
         finally:
             self._dispatch.close(self.report())
 

@@ -162,8 +162,8 @@ def without_graph(function: Callable[..., _R], *args: Any) -> _R:
     """Call it as inside of torch.no_grad(), without the two microseconds that making one takes."""
     if not torch.is_grad_enabled():
         return function(*args)
-    torch._C._set_grad_enabled(False)
     try:
+        torch._C._set_grad_enabled(False)
         return function(*args)
     finally:
         torch._C._set_grad_enabled(True)

@@ -187,8 +187,8 @@ def sum_without_graph(tensor: Tensor) -> float:
     # What torch.no_grad() does: making a context, or a detached tensor, takes as long as the sum.
     if not _is_grad_enabled():
         return _sum(tensor).item()
-    _set_grad_enabled(False)
     try:
+        _set_grad_enabled(False)
         return _sum(tensor).item()
     finally:
         _set_grad_enabled(True)

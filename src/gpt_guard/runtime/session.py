@@ -7,12 +7,13 @@ failed entry, a Ctrl-C at any line, an exception in the loop and a normal exit a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -75,11 +76,12 @@ class Session:
 
     def open(self) -> None:
         """Begin to watch; on any failure everything is as it was."""
-        try:
-            self._attach()
-        except BaseException:
-            self.close()
-            raise
+        with _own_grad_mode():
+            try:
+                self._attach()
+            except BaseException:
+                self.close()
+                raise
 
     def _attach(self) -> None:
         watch, loop, undo = self.watch, self.loop, self._undo.append
@@ -138,17 +140,18 @@ class Session:
 
     def leave(self, unseen: list[str]) -> None:
         """Finish and close, and list in `unseen` what was not watched; raises a finding that halts at the end."""
-        try:
-            self.finish()
-        except GuardError as halt:
-            # Said and recorded by now; the user's own exception goes first.
-            if not self._dispatch.quiet:
-                raise halt.with_traceback(None) from None
-        finally:
+        with _own_grad_mode():
             try:
-                unseen[:] = self.blind_spots()
+                self.finish()
+            except GuardError as halt:
+                # Said and recorded by now; the user's own exception goes first.
+                if not self._dispatch.quiet:
+                    raise halt.with_traceback(None) from None
             finally:
-                self.close()
+                try:
+                    unseen[:] = self.blind_spots()
+                finally:
+                    self.close()
 
     def close(self) -> None:
         """Detach everything, the newest first; may run twice, and goes on after a Ctrl-C in the middle of it."""
@@ -163,3 +166,13 @@ class Session:
             for each in self._undo:
                 undo.callback(each)
         self._undo.clear()
+
+
+@contextmanager
+def _own_grad_mode() -> Iterator[None]:
+    """Afterwards gradients are recorded as before, also where a Ctrl-C came between switching that off and on again."""
+    enabled = torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(enabled)

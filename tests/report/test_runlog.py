@@ -13,7 +13,7 @@ from gpt_guard import catalogue
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.records import RUN_SCHEMA, Action, Moment, Observation, SourceLine, TensorStats
 from gpt_guard.report.run_log import LoggedMetrics, read_run
-from gpt_guard.sinks.jsonl import JsonlSink
+from gpt_guard.sinks.files import JsonlSink
 
 HEADER = json.dumps({"kind": "header", "schema": RUN_SCHEMA}, separators=(",", ":"))
 STEP = '{"kind":"step","step":1,"lr":[0.1],"grad_norm":1.5,"moment":"before step"}'

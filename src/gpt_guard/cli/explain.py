@@ -12,8 +12,7 @@ from gpt_guard import catalogue
 from gpt_guard.catalogue.operation_causes import causes
 from gpt_guard.catalogue.symptoms import Symptom, match, symptoms
 from gpt_guard.records import LikelyCause
-from gpt_guard.records.render import block
-from gpt_guard.records.text import LABEL, WIDTH
+from gpt_guard.records.render import LABEL, WIDTH, block
 
 
 def explain(

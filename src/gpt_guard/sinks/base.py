@@ -43,6 +43,7 @@ class Sink(ABC):
 
     def open(self, header: Mapping[str, Any]) -> None:
         """Runs on entry; `header` holds the run's facts as plain JSON values."""
+        self.trouble = None
 
     @abstractmethod
     def observe(self, observation: Observation) -> None:

@@ -23,12 +23,18 @@ from gpt_guard.checkpoint.fingerprint import (
     file_digest,
     token_list,
 )
-from gpt_guard.checkpoint.fingerprint.findings import SHORT, config_finding, part_finding, tokenizer_finding
-from gpt_guard.checkpoint.fingerprint.record import Files
-from gpt_guard.checkpoint.fingerprint.stamp_file import StampFile, read_stamp, write_stamp
-from gpt_guard.checkpoint.pickles import unsafe_globals
-from gpt_guard.checkpoint.read import read_payload
-from gpt_guard.checkpoint.say import Voice
+from gpt_guard.checkpoint.fingerprint.record import (
+    SHORT,
+    Files,
+    StampFile,
+    config_finding,
+    part_finding,
+    read_stamp,
+    tokenizer_finding,
+    write_stamp,
+)
+from gpt_guard.checkpoint.read import read_payload, unsafe_globals
+from gpt_guard.checkpoint.reporter import Reporter
 from gpt_guard.errors import GuardUsageError, error_for
 from gpt_guard.records import Finding
 from gpt_guard.records.atomic import replacing
@@ -65,7 +71,7 @@ def cached(
     if path.exists():
         found = _compare(path, stamp, both=True)
         if not found:
-            value: T = read_payload(path, Voice(None), None)
+            value: T = read_payload(path, Reporter(None), None)
             return value
         if not remake or found[0].code != "GG709":
             raise error_for(found[0])
@@ -92,7 +98,7 @@ def verify_cache(
     """
     path, stamp = Path(path), _stamp(None, tokenizer, template, source, settings)
     if not path.exists():
-        Voice(None).refuse("GG707", f"there is no cache {path}", known=["missing"])
+        Reporter(None).refuse("GG707", f"there is no cache {path}", known=["missing"])
     if found := _compare(path, stamp, both=False):
         raise error_for(found[0])
     return tuple(stamp.parts)

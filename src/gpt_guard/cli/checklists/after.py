@@ -39,7 +39,7 @@ def loads(run: RunDir) -> Answer:
     stored = run.stored(path)
     if isinstance(stored, str):
         return Answer(False, stored)
-    from gpt_guard.checkpoint.finite import non_finite
+    from gpt_guard.checkpoint.weights import non_finite
 
     bad = list(non_finite(stored.weights))
     said = f"{path.name}: {many(len(stored.weights), 'tensor')}"

@@ -17,7 +17,7 @@ from gpt_guard.report.file import read_report
 from gpt_guard.report.run_log import RUN_FILE, RunLog, read_run
 
 if TYPE_CHECKING:
-    from gpt_guard.checkpoint.layout import Stored
+    from gpt_guard.checkpoint.contents import Stored
 
 REPORT_FILE = "report.json"
 # As the run log's sink writes them.
@@ -78,7 +78,7 @@ class RunDir:
     @cached_property
     def tokens(self) -> list[str] | None:
         """The tokens of the run's tokenizer: of the file in it, or else those that Guardian noted. Loads torch."""
-        from gpt_guard.checkpoint.fingerprint.stamp_file import read_stamp
+        from gpt_guard.checkpoint.fingerprint.record import read_stamp
 
         if self.tokenizer is not None:
             return list(self.tokenizer.tokens)
@@ -160,12 +160,12 @@ def _same_step(raw: bytes, halt: Finding) -> bool:
 
 
 def _stored(path: Path) -> Stored | str:
-    from gpt_guard.checkpoint.layout import take_apart
+    from gpt_guard.checkpoint.contents import take_apart
     from gpt_guard.checkpoint.read import read_payload
-    from gpt_guard.checkpoint.say import Voice
+    from gpt_guard.checkpoint.reporter import Reporter
 
-    voice = Voice(lambda finding: None)
+    reporter = Reporter(lambda finding: None)
     try:
-        return take_apart(path, read_payload(path, voice, None), voice)
+        return take_apart(path, read_payload(path, reporter, None), reporter)
     except GuardError:
-        return voice.findings[-1].seen if voice.findings else f"{path} cannot be read"
+        return reporter.findings[-1].seen if reporter.findings else f"{path} cannot be read"

@@ -10,8 +10,8 @@ from typing import Annotated, Any, NoReturn
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from gpt_guard.checkpoint.fingerprint.naming import printable, some
-from gpt_guard.checkpoint.say import Voice
+from gpt_guard.checkpoint.reporter import Reporter
+from gpt_guard.records.render import printable, some
 
 MODEL_KEYS = ("model_state_dict", "model", "state_dict", "model_state", "net", "weights")
 OPTIMIZER_KEYS = ("optimizer_state_dict", "optimizer", "optimizer_states", "optimizers", "optim")
@@ -56,22 +56,22 @@ class Stored:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-def take_apart(path: Path, payload: Any, voice: Voice) -> Stored:
+def take_apart(path: Path, payload: Any, reporter: Reporter) -> Stored:
     """Find the parts of a payload in any common layout; refuses, as GG707, what holds no weights."""
     if not isinstance(payload, Mapping):
-        _refuse(path, f"holds {_kind(payload)}, not a dict", voice)
+        _refuse(path, f"holds {_kind(payload)}, not a dict", reporter)
     if odd := [key for key in payload if not isinstance(key, str)]:
-        _refuse(path, f"holds a dict with the key {printable(repr(odd[0]))}, which is no name", voice)
+        _refuse(path, f"holds a dict with the key {printable(repr(odd[0]))}, which is no name", reporter)
     if payload and _is_state_dict(payload):
         return Stored(path=path, stamp=Stamp(), weights=payload)
     rest = dict(payload)
     weights = _take(rest, MODEL_KEYS)
     if not isinstance(weights, Mapping) or not _is_state_dict(weights):
         inside = f" (its keys are {some(payload)})" if payload else ""
-        _refuse(path, f"holds a dict without model weights{inside}; looked for {', '.join(MODEL_KEYS)}", voice)
+        _refuse(path, f"holds a dict without model weights{inside}; looked for {', '.join(MODEL_KEYS)}", reporter)
     return Stored(
         path=path,
-        stamp=_stamp(path, rest, voice),
+        stamp=_stamp(path, rest, reporter),
         weights=weights,
         optimizers=_states(_take(rest, OPTIMIZER_KEYS)),
         schedulers=_states(_take(rest, SCHEDULER_KEYS)),
@@ -102,14 +102,14 @@ def _states(value: Any) -> tuple[dict[str, Any], ...]:
     return tuple(dict(state) for state in listed if isinstance(state, Mapping))
 
 
-def _stamp(path: Path, rest: dict[str, Any], voice: Voice) -> Stamp:
+def _stamp(path: Path, rest: dict[str, Any], reporter: Reporter) -> Stamp:
     ours = {key: rest.pop(key) for key in Stamp.model_fields if key in rest}
     try:
         return Stamp(**ours)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(printable(part) for part in first["loc"])
-        _refuse(path, f"holds a damaged entry {where}: {first['msg']}", voice)
+        _refuse(path, f"holds a damaged entry {where}: {first['msg']}", reporter)
 
 
 def _step(rest: dict[str, Any]) -> int | None:
@@ -138,5 +138,5 @@ def _kind(payload: Any) -> str:
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
-def _refuse(path: Path, what: str, voice: Voice) -> NoReturn:
-    voice.refuse("GG707", f"{path} {what}", known=["payload"])
+def _refuse(path: Path, what: str, reporter: Reporter) -> NoReturn:
+    reporter.refuse("GG707", f"{path} {what}", known=["payload"])

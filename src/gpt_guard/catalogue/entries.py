@@ -23,7 +23,7 @@ class Cause(Record):
     text: str
 
 
-class Way(Record):
+class Remedy(Record):
     """The test that settles one cause, and the fix where it is that cause."""
 
     next_test: str
@@ -40,7 +40,7 @@ class Entry(Record):
     causes: tuple[Cause, ...]
     next_test: str
     fix: str
-    ways: dict[str, Way] = Field(default_factory=dict)
+    ways: dict[str, Remedy] = Field(default_factory=dict)
 
     def ordered_causes(self, likely: Iterable[str] = (), unlikely: Iterable[str] = ()) -> tuple[str, ...]:
         """The causes with those in `likely` first, in that order, and those in `unlikely` last.
@@ -91,7 +91,7 @@ def finding(
     better than the catalogue knows it.
     """
     known, first = entry(code), list(shown)
-    way: Way | Entry = known.ways.get(first[0], known) if first else known
+    way: Remedy | Entry = known.ways.get(first[0], known) if first else known
     words = {
         "title": known.title,
         "severity": known.severity,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 from gpt_guard.records import Action, Finding, Observation, Report, Severity
 from gpt_guard.records.render import block, learning_rate, number, render_short
+from gpt_guard.report.run_log import is_validation_loss
 from gpt_guard.sinks.base import Sink
 
 LOGGER = logging.getLogger("gpt_guard")
@@ -24,8 +24,6 @@ LOGGER = logging.getLogger("gpt_guard")
 _LABEL = 13
 _COLOURS = {Severity.ERROR: "1;31", Severity.WARNING: "33", Severity.INFO: "36"}
 _WORDS = {Severity.ERROR: " (error)", Severity.WARNING: "", Severity.INFO: " (a note)"}
-# val_loss, eval/loss, validation_loss; not value_loss.
-_VALIDATION = re.compile(r"(?<![a-z])e?val(?!ue|ve)")
 
 
 class ConsoleSink(Sink):
@@ -122,7 +120,7 @@ def _validation(report: Report) -> dict[str, float]:
     return {
         name: float(value)
         for name, value in logged.items()
-        if "loss" in name.lower() and _VALIDATION.search(name.lower()) and isinstance(value, (int, float))
+        if is_validation_loss(name) and isinstance(value, (int, float))
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
@@ -14,7 +15,7 @@ from pydantic_core import from_json
 from gpt_guard.errors import GuardError, GuardUsageError
 from gpt_guard.records import Finding, Observation, Report
 from gpt_guard.report.file import read_report
-from gpt_guard.report.run_log import RUN_FILE, RunLog, read_run
+from gpt_guard.report.run_log import RUN_FILE, RunLog, is_test_loss, is_validation_loss, read_run
 
 if TYPE_CHECKING:
     from gpt_guard.checkpoint.contents import Stored
@@ -102,20 +103,20 @@ class RunDir:
                     self.problems.setdefault(path.name, str(error))
         return None
 
-    def metric(self, *words: str) -> dict[int, float]:
-        """By step, the first of the logged metrics whose name has one of these words in it, such as "val"."""
-        if self.log is None:
-            return {}
-        found = [
-            (line.step, name, value)
-            for line in self.log.metrics
-            for name, value in line.metrics.items()
-            if any(word in name.lower() for word in words)
-        ]
-        # Accuracy and the like rise where a loss falls.
-        names = [name for _, name, _ in found if "loss" in name.lower()]
-        chosen = names[0] if names else None
-        return {step: value for step, name, value in found if name == chosen}
+    @property
+    def validation(self) -> dict[int, float]:
+        """By step, the first of the logged validation losses."""
+        return self._logged(is_validation_loss)
+
+    @property
+    def test(self) -> dict[int, float]:
+        """By step, the first of the logged test losses."""
+        return self._logged(is_test_loss)
+
+    def _logged(self, wanted: Callable[[str], bool]) -> dict[int, float]:
+        lines = self.log.metrics if self.log is not None else ()
+        found = [(line.step, name, value) for line in lines for name, value in line.metrics.items() if wanted(name)]
+        return {step: value for step, name, value in found if name == found[0][1]}
 
 
 def open_run(path: str | os.PathLike[str]) -> RunDir:

@@ -267,21 +267,9 @@ def test_the_cost_of_watching_is_said_in_whole_percent(share: float, words: str)
     assert f"watching cost {words} of the time\n" in single_spaced(summary_text(Report(watch_cost=share)))
 
 
-@pytest.mark.parametrize(
-    ("name", "shown"),
-    [
-        ("val_loss", True),
-        ("loss/validation", True),
-        ("eval_loss", True),
-        ("valloss", True),
-        ("value_loss", False),
-        ("interval_loss", False),
-        ("val_accuracy", False),
-        ("loss", False),
-    ],
-)
-def test_a_validation_loss_is_known_by_its_name(name: str, shown: bool) -> None:
-    assert (name in summary_text(Report(facts={f"metrics.{name}": 1.5}))) is shown
+def test_of_the_users_own_numbers_the_validation_losses_are_shown() -> None:
+    facts = {"metrics.val_loss": 1.5, "metrics.value_loss": 2.5, "metrics.val_accuracy": 0.5, "other": 3.5}
+    assert "\nloss val_loss 1.5 last\n" in single_spaced(summary_text(Report(facts=facts)))
 
 
 def test_what_was_only_recorded_is_marked_as_a_note() -> None:

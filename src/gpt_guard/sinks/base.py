@@ -26,8 +26,6 @@ class Sink(ABC):
     """
 
     trouble: Finding | None = None
-    late: ClassVar[bool] = False
-    """True for an output that does without observations for a while: they may then come up to fifteen steps late."""
     _guarded: ClassVar[tuple[str, ...]] = ("open", "observe", "find", "log", "close")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.checkpoint.contents import take_apart
 from gpt_guard.checkpoint.fingerprint import plain_name, unwrap
+from gpt_guard.checkpoint.read import take_apart
 from gpt_guard.checkpoint.reporter import Reporter
 from gpt_guard.checkpoint.weights import copy_weights, fit_weights
 from gpt_guard.errors import CheckpointError, GuardUsageError

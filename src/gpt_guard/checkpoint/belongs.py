@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from gpt_guard.checkpoint.contents import Stored
 from gpt_guard.checkpoint.fingerprint import (
     Difference,
     Fingerprint,
@@ -20,6 +19,7 @@ from gpt_guard.checkpoint.fingerprint import (
 )
 from gpt_guard.checkpoint.fingerprint.config import without
 from gpt_guard.checkpoint.fingerprint.record import SHORT, config_finding, part_finding, tokenizer_finding
+from gpt_guard.checkpoint.read import Stored
 from gpt_guard.checkpoint.reporter import Reporter
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.records.render import printable

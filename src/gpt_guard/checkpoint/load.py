@@ -11,10 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gpt_guard.checkpoint.belongs import model_config, verify
-from gpt_guard.checkpoint.contents import Stored, take_apart
 from gpt_guard.checkpoint.fingerprint import Fingerprint, unwrap
 from gpt_guard.checkpoint.optimizer_state import misfits, move_to_parameters, parameter_names
-from gpt_guard.checkpoint.read import read_payload
+from gpt_guard.checkpoint.read import Stored, read_payload, take_apart
 from gpt_guard.checkpoint.reporter import OnFinding, Reporter, checked_path
 from gpt_guard.checkpoint.weights import copy_weights, fit_weights, listing, non_finite
 from gpt_guard.hooks.optimizer import unwrap as plain_optimizers

@@ -1,4 +1,4 @@
-"""Read a file that may be anything, as data only, and say what it is where it is no checkpoint."""
+"""Read a file that may be anything, as data only; find the parts of a checkpoint in it, or say what it is instead."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import pickletools
 import re
 import stat
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from gpt_guard.checkpoint.reporter import Reporter
@@ -109,7 +112,7 @@ def _refuse_bad_archive(path: Path, size: int, reporter: Reporter) -> None:
 def _explain(path: Path, size: int, error: Exception, reporter: Reporter) -> NoReturn:
     start = f"{path} ({size} bytes)"
     needs = unsafe_globals(path)
-    if hostile := [name for name in needs if is_hostile(name)]:
+    if hostile := [name for name in needs if _is_hostile(name)]:
         seen = f"{start} would call {some(hostile)} when unpickled; nothing of it was run"
         fix = (
             "Do not load it by other means (weights_only=False would run it). Get the weights from a source you trust."
@@ -143,11 +146,11 @@ def _plain_data_fix(needs: Iterable[str]) -> str:
     return " ".join(advice)
 
 
-HOSTILE_MODULES = frozenset(
+_HOSTILE_MODULES = frozenset(
     {"os", "posix", "nt", "sys", "subprocess", "shutil", "socket", "pty", "ctypes", "importlib", "runpy", "code"}
     | {"webbrowser", "pickle", "operator"}
 )
-HOSTILE_BUILTINS = frozenset(
+_HOSTILE_BUILTINS = frozenset(
     {"eval", "exec", "compile", "open", "__import__", "getattr", "setattr", "delattr", "globals", "input", "breakpoint"}
 )
 
@@ -165,12 +168,12 @@ def unsafe_globals(path: Path) -> list[str]:
         return sorted(name for name in _scan(path) if not _TENSOR_PARTS.match(name))
 
 
-def is_hostile(name: str) -> bool:
+def _is_hostile(name: str) -> bool:
     """Whether no checkpoint has a reason to call this."""
     module, _, function = name.rpartition(".")
     if module in ("builtins", "__builtin__"):
-        return function in HOSTILE_BUILTINS
-    return name.partition(".")[0] in HOSTILE_MODULES
+        return function in _HOSTILE_BUILTINS
+    return name.partition(".")[0] in _HOSTILE_MODULES
 
 
 def _scan(path: Path) -> set[str]:
@@ -201,3 +204,132 @@ def _follow(name: str, argument: object, strings: list[str], memo: dict[int, str
         strings.append(memo.get(argument, ""))
     elif "UNICODE" in name or "STRING" in name:
         strings.append(str(argument))
+
+
+MODEL_KEYS = ("model_state_dict", "model", "state_dict", "model_state", "net", "weights")
+OPTIMIZER_KEYS = ("optimizer_state_dict", "optimizer", "optimizer_states", "optimizers", "optim")
+SCHEDULER_KEYS = ("scheduler_state_dict", "scheduler", "lr_scheduler", "lr_schedulers")
+SCALER_KEYS = ("scaler_state_dict", "scaler")
+STEP_KEYS = ("step", "global_step", "iter_num", "iteration")
+CONFIG_KEYS = ("model_args", "config")
+
+Digest = Annotated[str, Field(max_length=256)]
+
+
+class Stamp(BaseModel):
+    """The entries that only gpt_guard and checkpoints made for it carry, validated since the file is not trusted."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    tokenizer_fingerprint: Digest | None = None
+    tokenizer_chars: list[str] | None = None
+    fingerprint: dict[str, Digest] = Field(default_factory=dict)
+    gpt_guard: dict[str, Any] = Field(default_factory=dict)
+    optimizer_parameters: list[list[list[str]]] | None = None
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """Digests by part; the tokenizer's stands in an entry of its own, which older checkpoints have alone."""
+        alone = {"tokenizer": self.tokenizer_fingerprint} if self.tokenizer_fingerprint else {}
+        return {**self.fingerprint, **alone}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A checkpoint taken apart; `weights` is the mapping as it was read, with the `_metadata` torch gave it."""
+
+    path: Path
+    stamp: Stamp
+    weights: Mapping[str, Any]
+    optimizers: tuple[dict[str, Any], ...] = ()
+    schedulers: tuple[dict[str, Any], ...] = ()
+    scalers: tuple[dict[str, Any], ...] = ()
+    step: int | None = None
+    config: dict[str, Any] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def take_apart(path: Path, payload: Any, reporter: Reporter) -> Stored:
+    """Find the parts of a payload in any common layout; refuses, as GG707, what holds no weights."""
+    if not isinstance(payload, Mapping):
+        _refuse(path, f"holds {_kind(payload)}, not a dict", reporter)
+    if odd := [key for key in payload if not isinstance(key, str)]:
+        _refuse(path, f"holds a dict with the key {printable(repr(odd[0]))}, which is no name", reporter)
+    if payload and _is_state_dict(payload):
+        return Stored(path=path, stamp=Stamp(), weights=payload)
+    rest = dict(payload)
+    weights = _take(rest, MODEL_KEYS)
+    if not isinstance(weights, Mapping) or not _is_state_dict(weights):
+        inside = f" (its keys are {some(payload)})" if payload else ""
+        _refuse(path, f"holds a dict without model weights{inside}; looked for {', '.join(MODEL_KEYS)}", reporter)
+    return Stored(
+        path=path,
+        stamp=_stamp(path, rest, reporter),
+        weights=weights,
+        optimizers=_states(_take(rest, OPTIMIZER_KEYS)),
+        schedulers=_states(_take(rest, SCHEDULER_KEYS)),
+        scalers=_states(_take(rest, SCALER_KEYS)),
+        step=_step(rest),
+        config=_config(rest),
+        extra=rest,
+    )
+
+
+def _is_state_dict(candidate: Mapping[Any, Any]) -> bool:
+    """Names to tensors; modules may add values of their own under `_extra_state`."""
+    plain_entries = (value for key, value in candidate.items() if not str(key).endswith("_extra_state"))
+    tensors = [isinstance(value, Tensor) for value in plain_entries]
+    return all(tensors)
+
+
+def _take(rest: dict[str, Any], keys: tuple[str, ...]) -> Any:
+    for key in keys:
+        if isinstance(rest.get(key), (Mapping, list, tuple)):
+            return rest.pop(key)
+    return None
+
+
+def _states(value: Any) -> tuple[dict[str, Any], ...]:
+    """One state or several."""
+    listed = value if isinstance(value, (list, tuple)) else [value]
+    return tuple(dict(state) for state in listed if isinstance(state, Mapping))
+
+
+def _stamp(path: Path, rest: dict[str, Any], reporter: Reporter) -> Stamp:
+    ours = {key: rest.pop(key) for key in Stamp.model_fields if key in rest}
+    try:
+        return Stamp(**ours)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(printable(part) for part in first["loc"])
+        _refuse(path, f"holds a damaged entry {where}: {first['msg']}", reporter)
+
+
+def _step(rest: dict[str, Any]) -> int | None:
+    for key in STEP_KEYS:
+        value = rest.get(key)
+        if isinstance(value, Tensor) and value.numel() == 1 and not value.is_floating_point():
+            value = int(value.item())
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            rest.pop(key)
+            return value
+    return None
+
+
+def _config(rest: dict[str, Any]) -> dict[str, Any] | None:
+    """nanoGPT keeps the model's own config in `model_args` and the run's in `config`, so the former goes first."""
+    for key in CONFIG_KEYS:
+        value = rest.get(key)
+        if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+            rest.pop(key)
+            return dict(value)
+    return None
+
+
+def _kind(payload: Any) -> str:
+    name = type(payload).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def _refuse(path: Path, what: str, reporter: Reporter) -> NoReturn:
+    reporter.refuse("GG707", f"{path} {what}", known=["payload"])

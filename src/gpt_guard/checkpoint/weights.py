@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gpt_guard.checkpoint.contents import Stored
 from gpt_guard.checkpoint.fingerprint import plain_name
 from gpt_guard.checkpoint.match import Match, clues, match
+from gpt_guard.checkpoint.read import Stored
 from gpt_guard.checkpoint.reporter import Reporter
 from gpt_guard.records import Record
 from gpt_guard.records.render import printable, some

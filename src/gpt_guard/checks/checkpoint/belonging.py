@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from gpt_guard.catalogue import finding
 from gpt_guard.checkpoint.belongs import model_config, verify
-from gpt_guard.checkpoint.contents import Stored
 from gpt_guard.checkpoint.fingerprint import (
     Difference,
     Fingerprint,
@@ -22,6 +21,7 @@ from gpt_guard.checkpoint.fingerprint import (
     unwrap,
 )
 from gpt_guard.checkpoint.fingerprint.record import tokenizer_finding
+from gpt_guard.checkpoint.read import Stored
 from gpt_guard.checkpoint.reporter import Reporter
 from gpt_guard.checkpoint.weights import copy_weights, fit_weights
 from gpt_guard.checks.runner.base import Subject

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from gpt_guard.catalogue import finding
-from gpt_guard.checkpoint.contents import take_apart
 from gpt_guard.checkpoint.fingerprint import unwrap
+from gpt_guard.checkpoint.read import take_apart
 from gpt_guard.checkpoint.reporter import Reporter
 from gpt_guard.checkpoint.weights import copy_weights, fit_weights
 from gpt_guard.checks.checkpoint.lost import Lost, lost, unsaved

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from gpt_guard.catalogue import finding
-from gpt_guard.checkpoint.contents import Stored, take_apart
 from gpt_guard.checkpoint.fingerprint import unwrap
 from gpt_guard.checkpoint.fingerprint.record import SHORT, config_finding
+from gpt_guard.checkpoint.read import Stored, take_apart
 from gpt_guard.checkpoint.reporter import Reporter
 from gpt_guard.checkpoint.weights import fit_weights, leaves, listing, non_finite
 from gpt_guard.checks.checkpoint.belonging import config_of, differing, fingerprint_findings, same_answers

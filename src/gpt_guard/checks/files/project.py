@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpt_guard.checkpoint.contents import Stored, take_apart
+from gpt_guard.checkpoint.read import Stored, take_apart
 from gpt_guard.checkpoint.reporter import Reporter
 from gpt_guard.checkpoint.weights import copy_weights, fit_weights
 from gpt_guard.checks.files.imported import can_be_called, find, parameters_of, required_of, takes, user_code

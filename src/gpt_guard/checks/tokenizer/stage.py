@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from gpt_guard.catalogue import finding
-from gpt_guard.checkpoint.contents import take_apart
 from gpt_guard.checkpoint.fingerprint import Difference, file_digest, token_list, tokenizer_digest
 from gpt_guard.checkpoint.fingerprint.record import SHORT, tokenizer_finding
+from gpt_guard.checkpoint.read import take_apart
 from gpt_guard.checkpoint.reporter import Reporter
 from gpt_guard.checks.runner.base import Stage, Subject
 from gpt_guard.checks.tokenizer.invisible import invisible

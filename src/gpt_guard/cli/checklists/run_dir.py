@@ -18,7 +18,7 @@ from gpt_guard.report.file import read_report
 from gpt_guard.report.run_log import RUN_FILE, RunLog, is_test_loss, is_validation_loss, read_run
 
 if TYPE_CHECKING:
-    from gpt_guard.checkpoint.contents import Stored
+    from gpt_guard.checkpoint.read import Stored
 
 REPORT_FILE = "report.json"
 # As the run log's sink writes them.
@@ -161,8 +161,7 @@ def _same_step(raw: bytes, halt: Finding) -> bool:
 
 
 def _stored(path: Path) -> Stored | str:
-    from gpt_guard.checkpoint.contents import take_apart
-    from gpt_guard.checkpoint.read import read_payload
+    from gpt_guard.checkpoint.read import read_payload, take_apart
     from gpt_guard.checkpoint.reporter import Reporter
 
     reporter = Reporter(lambda finding: None)

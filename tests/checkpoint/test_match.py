@@ -85,11 +85,11 @@ def test_a_tied_weight_may_stand_once(path: Path) -> None:
     assert weights_digest(again) == weights_digest(model)
 
 
-def test_a_second_name_of_a_weight_that_is_loaded_anyway_is_no_finding(path: Path, said: list[Finding]) -> None:
+def test_a_second_name_of_a_weight_that_is_loaded_anyway_is_no_finding(path: Path, reported: list[Finding]) -> None:
     model = nn.Linear(3, 3)
     torch.save({**model.state_dict(), "head.weight": model.weight.detach()}, path)
-    load_checkpoint(path, nn.Linear(3, 3), on_finding=said.append)
-    assert [finding.code for finding in said] == ["GG704"]
+    load_checkpoint(path, nn.Linear(3, 3), on_finding=reported.append)
+    assert [finding.code for finding in reported] == ["GG704"]
 
 
 class Causal(nn.Module):
@@ -104,15 +104,15 @@ def test_a_buffer_the_model_makes_itself_is_named(path: Path, untouched: Any) ->
     assert likeliest(refused(path, Causal(), untouched)) == "buffer"
 
 
-def test_part_of_a_model_is_loaded_only_when_asked_and_said(path: Path, build: Build, said: list[Finding]) -> None:
+def test_part_of_a_model_is_loaded_only_when_asked_and_said(path: Path, build: Build, reported: list[Finding]) -> None:
     state = build().state_dict()
     del state["head.weight"]
     torch.save(state, path)
     model = build(1)
     head = model.head.weight.detach().clone()
-    load_checkpoint(path, model, strict=False, on_finding=said.append)
-    assert [(finding.code, finding.severity) for finding in said][-1] == ("GG705", Severity.WARNING)
-    assert "head.weight" in said[-1].seen
+    load_checkpoint(path, model, strict=False, on_finding=reported.append)
+    assert [(finding.code, finding.severity) for finding in reported][-1] == ("GG705", Severity.WARNING)
+    assert "head.weight" in reported[-1].seen
     assert torch.equal(model.head.weight, head)
     assert torch.equal(model.norm.weight, build().norm.weight)
 
@@ -176,11 +176,11 @@ class Migrating(nn.Module):
             state[name.replace("old.", "new.")] = state.pop(name)
 
 
-def test_a_model_that_reads_its_old_names_may_do_so(path: Path, said: list[Finding], untouched: Any) -> None:
+def test_a_model_that_reads_its_old_names_may_do_so(path: Path, reported: list[Finding], untouched: Any) -> None:
     model, again = Migrating(), Migrating()
     torch.save({name.replace("new.", "old."): weight for name, weight in model.state_dict().items()}, path)
-    load_checkpoint(path, again, on_finding=said.append)
-    assert [finding.code for finding in said] == ["GG704"]
+    load_checkpoint(path, again, on_finding=reported.append)
+    assert [finding.code for finding in reported] == ["GG704"]
     assert weights_digest(again) == weights_digest(model)
     torch.save({"other.weight": torch.ones(2, 2), "other.bias": torch.ones(2)}, path)
     refused(path, again, untouched)
@@ -258,11 +258,11 @@ def test_several_sizes_are_all_named(path: Path, build: Build, untouched: Any) -
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
-def test_a_wrappers_prefix_is_stripped_and_said(path: Path, build: Build, prefix: str, said: list[Finding]) -> None:
+def test_a_wrappers_prefix_is_stripped_and_said(path: Path, build: Build, prefix: str, reported: list[Finding]) -> None:
     model = build(1)
     torch.save({f"{prefix}{name}": weight for name, weight in build().state_dict().items()}, path)
-    load_checkpoint(path, model, on_finding=said.append)
-    finding = next(finding for finding in said if finding.code == "GG705")
+    load_checkpoint(path, model, on_finding=reported.append)
+    finding = next(finding for finding in reported if finding.code == "GG705")
     assert finding.severity is Severity.INFO
     assert f"`{prefix}`" in finding.seen
     assert weights_digest(model) == weights_digest(build())

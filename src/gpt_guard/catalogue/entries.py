@@ -86,7 +86,7 @@ def finding(
     """Build a finding: the fixed words from the catalogue, the evidence from the caller.
 
     `likely` names the causes to put first for this evidence, `unlikely` those that it speaks against. `shown` are those
-    that it points to: they stand before all others, and the first one's own test and fix are told where it has them.
+    that it points to: they stand before all others, and the first one's own test and fix are taken where it has them.
     Every other field of Finding can be given, `severity`, `next_test` and `fix` included where this case is known
     better than the catalogue knows it.
     """

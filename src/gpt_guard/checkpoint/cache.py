@@ -186,14 +186,14 @@ def _compare(path: Path, now: StampFile, *, both: bool) -> list[Finding]:
 
 def _stale(path: Path, differences: Sequence[Difference], then: StampFile, now: StampFile) -> Finding:
     where = f"the cache {path}"
-    said = [_difference(each, where, then, now) for each in differences]
+    parts = [_difference(each, where, then, now) for each in differences]
     evidence: dict[str, Any] = {
         each.part: {"cache": each.theirs, "now": each.ours, "details": one.evidence}
-        for each, one in zip(differences, said, strict=True)
+        for each, one in zip(differences, parts, strict=True)
     }
     causes = {"tokenizer": "tokenizer", "text": "template", "data": "source", "config": "settings", "code": "code"}
     likely = [causes[each.part.partition(":")[0]] for each in differences]
-    return finding("GG709", "; ".join(one.seen for one in said), likely=likely, evidence=evidence, cause_id=str(path))
+    return finding("GG709", "; ".join(one.seen for one in parts), likely=likely, evidence=evidence, cause_id=str(path))
 
 
 def _difference(difference: Difference, where: str, then: StampFile, now: StampFile) -> Finding:

@@ -149,8 +149,8 @@ class CheckResult(Record):
 
     def __str__(self) -> str:
         expected = f", expected {self.expected}" if self.expected else ""
-        told = [f"  {found.code} {found.title}: {found.seen}\n  fix: {found.fix}" for found in self.findings]
-        return "\n".join([f"{self.title}: {self.status}, {self.measured}{expected}", *told])
+        lines = [f"  {found.code} {found.title}: {found.seen}\n  fix: {found.fix}" for found in self.findings]
+        return "\n".join([f"{self.title}: {self.status}, {self.measured}{expected}", *lines])
 
 
 class Report(Record):

@@ -1,4 +1,4 @@
-"""Fingerprint: the digests of all parts that a run is made of, the file that keeps them, and what is said of others."""
+"""Fingerprint: the digests of all parts a run is made of, the file that keeps them, and the findings on differences."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import logging
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -268,7 +269,12 @@ def test_the_cost_of_watching_is_said_in_whole_percent(share: float, words: str)
 
 
 def test_of_the_users_own_numbers_the_validation_losses_are_shown() -> None:
-    facts = {"metrics.val_loss": 1.5, "metrics.value_loss": 2.5, "metrics.val_accuracy": 0.5, "other": 3.5}
+    facts: dict[str, Any] = {
+        "metrics.val_loss": 1.5,
+        "metrics.value_loss": 2.5,
+        "metrics.val_accuracy": 0.5,
+        "other": 3.5,
+    }
     assert "\nloss val_loss 1.5 last\n" in single_spaced(summary_text(Report(facts=facts)))
 
 

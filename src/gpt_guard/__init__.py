@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from gpt_guard.runtime.data_stages import stages
     from gpt_guard.sinks.base import Sink
     from gpt_guard.sinks.console import ConsoleSink
-    from gpt_guard.sinks.jsonl import JsonlSink
+    from gpt_guard.sinks.files import JsonlSink
 
 _HOME = {
     "Action": "records",
@@ -100,7 +100,7 @@ _HOME = {
     "GuardUsageError": "errors",
     "Guardian": "guardian",
     "IndexCalls": "callbacks.attention.index_calls",
-    "JsonlSink": "sinks.jsonl",
+    "JsonlSink": "sinks.files",
     "LRTracker": "callbacks.schedule.lr",
     "LoadedCheckpoint": "checkpoint",
     "LoggedLoss": "callbacks.logged.logged_loss",

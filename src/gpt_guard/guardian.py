@@ -34,8 +34,7 @@ from gpt_guard.runtime.subject import Subject
 from gpt_guard.runtime.unentered import NEVER_ENTERED, warn_if_trained
 from gpt_guard.sinks.base import Sink
 from gpt_guard.sinks.console import ConsoleSink
-from gpt_guard.sinks.jsonl import JsonlSink
-from gpt_guard.sinks.report import with_report
+from gpt_guard.sinks.files import JsonlSink, with_report
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -164,9 +164,7 @@ def test_without_a_capture_the_state_is_kept_and_it_is_said(fail: Fail, fresh: L
 
 def test_a_mismatch_at_the_start_is_no_crash(tmp_path: Path) -> None:
     (tmp_path / "fingerprint.json").write_text(
-        json.dumps(
-            {"schema_version": "gpt_guard.checkpoint.fingerprint/1", "parts": {"config": "0" * 64}, "config": {"a": 1}}
-        )
+        json.dumps({"schema_version": "gpt_guard.fingerprint/1", "parts": {"config": "0" * 64}, "config": {"a": 1}})
     )
     model = built("log")
     guardian, _ = guardian_of(model, tmp_path, config={"a": 2}, strict=True)

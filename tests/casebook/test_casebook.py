@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from gpt_guard.casebook import Case, Outcome, cases, run_case
+from gpt_guard.casebook import Case, CaseResult, cases, run_case
 from gpt_guard.catalogue import entry
 from gpt_guard.cli.app import app
 
@@ -18,7 +18,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "casebook.md"
 
 
 @cache
-def outcome(number: int) -> Outcome:
+def outcome(number: int) -> CaseResult:
     return run_case(next(case for case in CASES if case.number == number))
 
 

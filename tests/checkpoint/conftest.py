@@ -88,6 +88,6 @@ def untouched() -> type[Untouched]:
 
 
 @pytest.fixture
-def said() -> list[Finding]:
+def reported() -> list[Finding]:
     """A list whose `append` serves as on_finding."""
     return []

@@ -134,21 +134,21 @@ def test_optimizer_state_of_another_file_is_seen(path: Path, build: Build, train
         load_checkpoint(path, model)
 
 
-def test_the_caller_decides_about_mismatches(saved: Path, build: Build, said: list[Finding]) -> None:
+def test_the_caller_decides_about_mismatches(saved: Path, build: Build, reported: list[Finding]) -> None:
     model = build(1, dropout=0.5)
-    loaded = load_checkpoint(saved, model, tokenizer=CHARS[::-1], on_finding=said.append)
-    assert [finding.code for finding in said] == ["GG701", "GG702"]
-    assert loaded.findings == tuple(said)
+    loaded = load_checkpoint(saved, model, tokenizer=CHARS[::-1], on_finding=reported.append)
+    assert [finding.code for finding in reported] == ["GG701", "GG702"]
+    assert loaded.findings == tuple(reported)
     assert loaded.verified == ("weights",)
     assert torch.equal(model.head.weight, build(dropout=0.1).head.weight)
 
 
 def test_what_cannot_be_loaded_raises_whatever_the_caller_decides(
-    saved: Path, build: Build, said: list[Finding], untouched: Any
+    saved: Path, build: Build, reported: list[Finding], untouched: Any
 ) -> None:
     model = build(num_layers=3)
     before = untouched(model)
     with pytest.raises(CheckpointError):
-        load_checkpoint(saved, model, on_finding=said.append, ignore_config=["num_layers", "dropout"])
-    assert [finding.code for finding in said] == ["GG705"]
+        load_checkpoint(saved, model, on_finding=reported.append, ignore_config=["num_layers", "dropout"])
+    assert [finding.code for finding in reported] == ["GG705"]
     before.check()

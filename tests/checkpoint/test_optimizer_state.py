@@ -90,13 +90,13 @@ def test_without_names_the_shapes_tell(path: Path, build: Build, train: Any, unt
 
 
 def test_a_resume_whose_optimizer_state_is_absent_is_refused_and_can_be_allowed(
-    path: Path, build: Build, untouched: Any, said: list[Finding]
+    path: Path, build: Build, untouched: Any, reported: list[Finding]
 ) -> None:
     save_checkpoint(path, build())
     model = build(1)
     assert likeliest(refused(path, model, AdamW(model.parameters()), untouched)) == "absent"
-    load_checkpoint(path, model, AdamW(model.parameters()), strict=False, on_finding=said.append)
-    assert [(finding.code, finding.severity) for finding in said] == [("GG708", Severity.WARNING)]
+    load_checkpoint(path, model, AdamW(model.parameters()), strict=False, on_finding=reported.append)
+    assert [(finding.code, finding.severity) for finding in reported] == [("GG708", Severity.WARNING)]
 
 
 def test_an_optimizer_that_is_not_asked_for_is_left_alone(path: Path, build: Build) -> None:
@@ -214,12 +214,12 @@ def test_several_schedulers_each_get_their_own(path: Path, build: Build, untouch
 
 
 def test_a_checkpoint_without_scheduler_state_loads_with_a_warning(
-    path: Path, build: Build, said: list[Finding]
+    path: Path, build: Build, reported: list[Finding]
 ) -> None:
     model = build()
     optimizer = AdamW(model.parameters())
     save_checkpoint(path, model, optimizer)
-    load_checkpoint(path, model, optimizer, scheduler=StepLR(optimizer, 3), on_finding=said.append)
-    assert [(finding.code, finding.severity, finding.cause_id) for finding in said] == [
+    load_checkpoint(path, model, optimizer, scheduler=StepLR(optimizer, 3), on_finding=reported.append)
+    assert [(finding.code, finding.severity, finding.cause_id) for finding in reported] == [
         ("GG708", Severity.WARNING, "scheduler")
     ]

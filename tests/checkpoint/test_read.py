@@ -15,7 +15,7 @@ from torch import nn
 
 from gpt_guard.catalogue import entry
 from gpt_guard.checkpoint import load_checkpoint, save_checkpoint
-from gpt_guard.checkpoint.pickles import unsafe_globals
+from gpt_guard.checkpoint.read import unsafe_globals
 from gpt_guard.errors import CheckpointError
 from gpt_guard.records import Finding
 from mini_gpt import MiniGPT

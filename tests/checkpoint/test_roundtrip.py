@@ -223,11 +223,13 @@ def test_a_checkpoint_with_only_the_tokenizers_fingerprint_is_compared(path: Pat
     assert loaded.verified == ("tokenizer",)
 
 
-def test_parts_it_was_asked_about_and_does_not_carry_are_named(path: Path, build: Build, said: list[Finding]) -> None:
+def test_parts_it_was_asked_about_and_does_not_carry_are_named(
+    path: Path, build: Build, reported: list[Finding]
+) -> None:
     save_checkpoint(path, build())
     texts = Fingerprint.of(texts={"chat_template": "x"})
-    load_checkpoint(path, build(), tokenizer=CHARS, fingerprint=texts, on_finding=said.append)
-    (finding,) = said
+    load_checkpoint(path, build(), tokenizer=CHARS, fingerprint=texts, on_finding=reported.append)
+    (finding,) = reported
     assert finding.code == "GG704"
     assert "text:chat_template, tokenizer" in finding.seen
 

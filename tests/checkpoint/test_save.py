@@ -81,22 +81,24 @@ def test_a_mask_of_minus_infinity_in_a_buffer_is_no_trouble_and_a_nan_is(path: P
     assert "Only buffers" in caught.value.finding.causes[0]
 
 
-def test_spoiled_optimizer_state_is_said_and_saved(path: Path, build: Build, train: Any, said: list[Finding]) -> None:
+def test_spoiled_optimizer_state_is_said_and_saved(
+    path: Path, build: Build, train: Any, reported: list[Finding]
+) -> None:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer)
     optimizer.state[model.head.weight]["exp_avg"][0, 0] = float("nan")
-    save_checkpoint(path, model, optimizer, on_finding=said.append)
-    (finding,) = said
+    save_checkpoint(path, model, optimizer, on_finding=reported.append)
+    (finding,) = reported
     assert (finding.code, finding.severity) == ("GG706", Severity.WARNING)
     assert "exp_avg (1 NaN of 208)" in finding.seen
     assert path.exists()
 
 
-def test_weights_in_a_file_that_are_not_finite_are_a_warning(path: Path, said: list[Finding]) -> None:
+def test_weights_in_a_file_that_are_not_finite_are_a_warning(path: Path, reported: list[Finding]) -> None:
     torch.save({"weight": torch.tensor([[float("nan"), 1.0]]), "bias": torch.zeros(1)}, path)
-    load_checkpoint(path, nn.Linear(2, 1), on_finding=said.append)
-    assert [(finding.code, finding.severity, finding.parameter) for finding in said[1:]] == [
+    load_checkpoint(path, nn.Linear(2, 1), on_finding=reported.append)
+    assert [(finding.code, finding.severity, finding.parameter) for finding in reported[1:]] == [
         ("GG706", Severity.WARNING, "weight")
     ]
 

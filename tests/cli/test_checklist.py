@@ -25,7 +25,7 @@ from gpt_guard.checks.runner.report import PreflightReport
 from gpt_guard.checks.runner.stages import NAMES
 from gpt_guard.cli.app import app
 from gpt_guard.cli.checklists import PHASES, Phase, answers, checklists, open_run
-from gpt_guard.cli.checklists.answers import ANSWERS
+from gpt_guard.cli.checklists.questions import ANSWERS
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.records import CheckResult
 from mini_gpt import MiniGPT, MiniGPTConfig

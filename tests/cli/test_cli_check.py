@@ -22,7 +22,7 @@ from gpt_guard.checks.runner.report import PreflightReport
 from gpt_guard.checks.runner.run import preflight
 from gpt_guard.checks.runner.stages import select
 from gpt_guard.cli.app import app
-from gpt_guard.cli.show import Live
+from gpt_guard.cli.show import CheckScreen
 from gpt_guard.records.render import WIDTH
 from mini_gpt import MiniGPT, MiniGPTConfig
 
@@ -326,7 +326,7 @@ def test_lines_fit_the_terminal(
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("NO_COLOR", "1")
     torch.save(torch.zeros(4, dtype=torch.int64), project / "data/encoded/val_ids.pt")
-    with Live() as live:
+    with CheckScreen() as live:
         subject = load_project(Project(paths={"val": project / "data/encoded/val_ids.pt"}))
         live.end(preflight(subject, select([1, 2]), live.result))
     lines = capsys.readouterr().out.split("\n")

@@ -12,8 +12,8 @@ import gpt_guard.report.run_log
 from gpt_guard import catalogue
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.records import RUN_SCHEMA, Action, Moment, Observation, SourceLine, TensorStats
-from gpt_guard.report.run_log import LoggedMetrics, read_run
-from gpt_guard.sinks.jsonl import JsonlSink
+from gpt_guard.report.run_log import LoggedMetrics, is_test_loss, is_validation_loss, read_run
+from gpt_guard.sinks.files import JsonlSink
 
 HEADER = json.dumps({"kind": "header", "schema": RUN_SCHEMA}, separators=(",", ":"))
 STEP = '{"kind":"step","step":1,"lr":[0.1],"grad_norm":1.5,"moment":"before step"}'
@@ -159,3 +159,21 @@ def test_deep_nesting_is_refused(tmp_path: Path) -> None:
     deep = '{"kind":"step","metrics":' + "[" * 100_000
     with pytest.raises(GuardUsageError, match="damaged"):
         read_run(log(tmp_path, HEADER, deep, STEP))
+
+
+@pytest.mark.parametrize(
+    ("name", "validation", "test"),
+    [
+        ("val_loss", True, False),
+        ("loss/validation", True, False),
+        ("EvalLoss", True, False),
+        ("test_loss", False, True),
+        ("value_loss", False, False),
+        ("interval_loss", False, False),
+        ("latest_loss", False, False),
+        ("val_accuracy", False, False),
+        ("loss", False, False),
+    ],
+)
+def test_a_loss_is_told_by_the_words_in_its_name(name: str, validation: bool, test: bool) -> None:
+    assert (is_validation_loss(name), is_test_loss(name)) == (validation, test)

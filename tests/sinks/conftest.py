@@ -29,6 +29,12 @@ def report() -> Report:
         grad_norm_max=12.5,
         clipped_share=0.125,
         skipped_steps=2,
+        facts={"metrics.val_loss": 2.75, "metrics.tokens": 12.0},
+        watch_cost=0.06,
+        inspected_steps=3,
+        inspection_seconds=0.42,
+        probes={"rows": 2, "future": 3},
+        log="runs/first/steps.jsonl",
         findings=(catalogue.finding("GG902", "no forward was seen", step=3), catalogue.finding("GG102", "NaN")),
         counts={"GG902": 1, "GG102": 7, "MY1": 2},
     )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -13,12 +15,18 @@ from rich.progress import Progress
 from tqdm import tqdm
 
 from gpt_guard import catalogue
+from gpt_guard.catalogue import finding
 from gpt_guard.records import Action, Finding, Report, Severity
-from gpt_guard.sinks.console import ConsoleSink
+from gpt_guard.sinks.console import ConsoleSink, summary_text
 
 LOGGER = logging.getLogger("gpt_guard")
 FINDING = catalogue.finding("GG902", "no forward was seen", step=3)
 FIRST_LINE = "gpt_guard warning: GG902 The model was never called inside the Guardian: step 3"
+
+
+def single_spaced(text: str) -> str:
+    """The text with one space where there are several: how columns are aligned is not what a test asks."""
+    return re.sub(r" +", " ", text).replace("\n ", "\n")
 
 
 def screen(written: str) -> list[str]:
@@ -181,7 +189,7 @@ def test_a_rich_bar_is_not_torn(terminal: io.StringIO, monkeypatch: pytest.Monke
     # The bar's line is erased before the warning begins, and drawn again below it.
     assert before.endswith("\x1b[2K")
     assert "train" in after
-    assert "300 (2 skipped)" in after
+    assert "300 steps (2 skipped)" in after
 
 
 def test_tqdm_is_not_loaded_for_its_own_sake() -> None:
@@ -205,3 +213,96 @@ def test_severity_chooses_the_level(caplog: pytest.LogCaptureFixture) -> None:
         sink.find(Finding(code="X1", title="t", severity=severity, seen="s"), Action.WARN)
     sink.close(None)
     assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.WARNING, logging.ERROR]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "gpt_guard 300 steps (2 skipped)\n",
+        "loss 4.25 first, 2.5 last; val_loss 2.75 last\n",
+        "lr 0 to 3.0e-04\n",
+        "grad norm 0.75 median, 12.5 max; 12.5 % of steps clipped\n",
+        "watching cost 6 % of the time; inspecting 3 steps took 0.42 s, with 5 probes of the model\n",
+        "findings 3 (1 error)\n",
+        "GG102 x7 The loss is non-finite, every watched module's output is finite (error)\n",
+        "GG902 x1 The model was never called inside the Guardian\n",
+        "MY1 x2\n",
+        "not watched experts[0].cache: sparse tensor\n",
+        "[red]odd[/red]\n",
+        "log runs/first/steps.jsonl\n",
+    ],
+)
+def test_the_summary_says(words: str, alone: None, capsys: pytest.CaptureFixture[str], report: Report) -> None:
+    sink = ConsoleSink()
+    sink.open({})
+    sink.close(report)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert words in single_spaced(err)
+    assert "\x1b" not in err
+
+
+def test_the_summary_of_a_clean_run_is_a_few_lines_and_names_no_guard(report: Report) -> None:
+    clean = report.model_copy(update={"findings": (), "counts": {}, "not_watched": (), "probes": {}})
+    text = summary_text(clean)
+    assert single_spaced(text) == (
+        "gpt_guard 300 steps (2 skipped)\n"
+        "loss 4.25 first, 2.5 last; val_loss 2.75 last\n"
+        "lr 0 to 3.0e-04\n"
+        "grad norm 0.75 median, 12.5 max; 12.5 % of steps clipped\n"
+        "watching cost 6 % of the time; inspecting 3 steps took 0.42 s\n"
+        "findings none\n"
+        "log runs/first/steps.jsonl\n"
+    )
+
+
+def test_the_summary_leaves_out_what_is_not_known() -> None:
+    assert single_spaced(summary_text(Report(steps=1, guards=("FiniteGuard",)))) == "gpt_guard 1 step\nfindings none\n"
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [(0.0, "under 1 %"), (0.004, "under 1 %"), (0.012, "1 %"), (0.876, "88 %"), (1.0, "100 %")],
+)
+def test_the_cost_of_watching_is_said_in_whole_percent(share: float, words: str) -> None:
+    assert f"watching cost {words} of the time\n" in single_spaced(summary_text(Report(watch_cost=share)))
+
+
+def test_of_the_users_own_numbers_the_validation_losses_are_shown() -> None:
+    facts: dict[str, Any] = {
+        "metrics.val_loss": 1.5,
+        "metrics.value_loss": 2.5,
+        "metrics.val_accuracy": 0.5,
+        "other": 3.5,
+    }
+    assert "\nloss val_loss 1.5 last\n" in single_spaced(summary_text(Report(facts=facts)))
+
+
+def test_what_was_only_recorded_is_marked_as_a_note() -> None:
+    """Nothing was said of it before: it must not look like a warning that was overlooked."""
+    found = (finding("GG238", "seen", severity=Severity.INFO), finding("GG902", "seen"))
+    text = summary_text(Report(steps=9, findings=found, counts={"GG238": 2, "GG902": 1}))
+    assert "findings 2 (no error)\n" in single_spaced(text)
+    assert [line.split()[0] for line in text.splitlines() if line.endswith("(a note)")] == ["GG238"]
+
+
+def test_the_summary_is_said_once_and_only_if_asked(
+    alone: None, capsys: pytest.CaptureFixture[str], report: Report
+) -> None:
+    sink = ConsoleSink()
+    sink.open({})
+    sink.close(report)
+    sink.close(report)
+    assert capsys.readouterr().err.count("300 steps (2 skipped)") == 1
+    quiet = ConsoleSink(summary=False)
+    quiet.open({})
+    quiet.close(report)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_gets_colours(terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal)
+    sink = ConsoleSink()
+    sink.open({})
+    sink.close(report)
+    assert "\x1b[" in terminal.getvalue()

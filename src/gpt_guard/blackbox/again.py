@@ -19,10 +19,10 @@ from gpt_guard.blackbox.placing import Placing
 from gpt_guard.blackbox.recipe_file import rebuilt
 from gpt_guard.blackbox.replayed import Replayed
 from gpt_guard.blackbox.weights import put_weights
-from gpt_guard.checkpoint.fingerprint.naming import some
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.optimizer import unwrap as plain_optimizers
 from gpt_guard.records import Finding
+from gpt_guard.records.render import some
 from gpt_guard.replaying.outcome import Outcome, with_outcome
 from gpt_guard.replaying.recipe import Recipe
 from gpt_guard.replaying.rerun import replay_step

@@ -13,10 +13,10 @@ from torch import Tensor
 from gpt_guard.blackbox.manifest import BUNDLE_SCHEMA, MANIFEST, FileName, Manifest, StoredFile
 from gpt_guard.blackbox.plain import tensors_in
 from gpt_guard.checkpoint.fingerprint import file_digest
-from gpt_guard.checkpoint.fingerprint.naming import printable, some
 from gpt_guard.checkpoint.read import memory_size, read_payload
-from gpt_guard.checkpoint.say import Voice
+from gpt_guard.checkpoint.reporter import Reporter
 from gpt_guard.errors import CheckpointError, GuardUsageError
+from gpt_guard.records.render import printable, some
 
 MAX_JSON_BYTES = 64 * 2**20
 """The report of a run has some tens of kilobytes; far above, it is none."""
@@ -111,7 +111,7 @@ def read_tensors(folder: Path, name: FileName, manifest: Manifest) -> dict[str, 
     """A file of tensors as a dict, all of them on the CPU; nothing in it is executed. Raises GuardUsageError."""
     file = checked_file(folder, name, manifest)
     try:
-        content = read_payload(file, Voice(lambda finding: None), None)
+        content = read_payload(file, Reporter(lambda finding: None), None)
     except CheckpointError as error:
         refuse(file, f"cannot be used: {printable(error.finding.seen, 400)}", "do not read it by other means")
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):

@@ -14,7 +14,7 @@ from gpt_guard.blackbox.code import EDITED, UNKNOWN, code_files, digests, home_o
 from gpt_guard.blackbox.recipe_file import function_name
 from gpt_guard.blackbox.source import Source, config_of
 from gpt_guard.checkpoint.fingerprint import config_changes
-from gpt_guard.checkpoint.fingerprint.naming import printable
+from gpt_guard.records.render import printable
 
 
 @dataclass(frozen=True)

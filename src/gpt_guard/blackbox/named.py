@@ -11,8 +11,8 @@ from pathlib import Path
 from gpt_guard.blackbox.code import EDITED, module_of, runs_when_imported
 from gpt_guard.blackbox.source import Source, shown
 from gpt_guard.checkpoint.fingerprint import file_digest
-from gpt_guard.checkpoint.fingerprint.naming import printable
 from gpt_guard.errors import GuardUsageError
+from gpt_guard.records.render import printable
 
 
 def named(spec: str, option: str, source: Source) -> str:

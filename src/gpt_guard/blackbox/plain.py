@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt_guard.blackbox.manifest import LeftOut
-from gpt_guard.checkpoint.fingerprint.naming import printable
+from gpt_guard.records.render import printable
 
 MAX_DEPTH = 32
 """Nesting deeper than this is taken for a cycle."""

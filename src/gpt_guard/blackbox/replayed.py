@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from gpt_guard.blackbox.bundle import Bundle
 from gpt_guard.blackbox.likeness import Likeness
 from gpt_guard.blackbox.manifest import FileName
-from gpt_guard.checkpoint.fingerprint.naming import some
 from gpt_guard.records import Finding
-from gpt_guard.records.render import WIDTH, clean, render_finding, render_short
+from gpt_guard.records.render import WIDTH, clean, render_finding, render_short, some
 from gpt_guard.replaying.outcome import Outcome
 
 _NOT_HELD = (

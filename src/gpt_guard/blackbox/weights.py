@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from gpt_guard.checkpoint.fingerprint import plain_name, unwrap
-from gpt_guard.checkpoint.fingerprint.naming import some
-from gpt_guard.checkpoint.layout import take_apart
-from gpt_guard.checkpoint.say import Voice
+from gpt_guard.checkpoint.read import take_apart
+from gpt_guard.checkpoint.reporter import Reporter
 from gpt_guard.checkpoint.weights import copy_weights, fit_weights
 from gpt_guard.errors import CheckpointError, GuardUsageError
+from gpt_guard.records.render import some
 
 
 def weights_of(model: nn.Module) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def put_weights(model: nn.Module, path: Path, stored: Mapping[str, Any], *, buff
     bare = unwrap(model)
     notes = _cast(bare, stored["model_state_dict"])
     kept = {} if buffers else {name: buffer.detach().clone() for name, buffer, _ in _buffers(bare)}
-    voice = Voice(lambda finding: None)
+    voice = Reporter(lambda finding: None)
     try:
         parts = take_apart(path, {"model_state_dict": stored["model_state_dict"]}, voice)
         copy_weights(bare, fit_weights(bare, parts, None, True, voice), parts, True, voice)

@@ -18,9 +18,9 @@ from gpt_guard.blackbox.folder import whole_folder
 from gpt_guard.blackbox.manifest import MANIFEST, FileName, LeftOut, Manifest, StoredFile
 from gpt_guard.blackbox.plain import Plain, tensor_bytes
 from gpt_guard.checkpoint.fingerprint import file_digest
-from gpt_guard.checkpoint.fingerprint.naming import some
-from gpt_guard.checkpoint.pickles import unsafe_globals
+from gpt_guard.checkpoint.read import unsafe_globals
 from gpt_guard.records import Finding
+from gpt_guard.records.render import some
 
 MEGABYTE = 2**20
 

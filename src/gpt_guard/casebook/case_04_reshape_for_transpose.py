@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gpt_guard.casebook.book import Expected
-from gpt_guard.casebook.text import Attention, SmallGPT, token_ids, windows
+from gpt_guard.casebook.book import Attention, Expected, SmallGPT, token_ids, windows
 from gpt_guard.guardian import Guardian
 from gpt_guard.records import Finding
 

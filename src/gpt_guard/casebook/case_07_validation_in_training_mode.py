@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from gpt_guard.casebook.book import Expected
-from gpt_guard.casebook.text import SmallGPT, token_ids, windows
+from gpt_guard.casebook.book import Expected, SmallGPT, token_ids, windows
 from gpt_guard.guardian import Guardian
 from gpt_guard.records import Finding
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gpt_guard.casebook.book import Expected
-from gpt_guard.casebook.text import SmallGPT, windows
+from gpt_guard.casebook.book import Expected, SmallGPT, windows
 from gpt_guard.checkpoint.cache import cached
 from gpt_guard.errors import FingerprintMismatch
 from gpt_guard.guardian import Guardian

@@ -23,7 +23,7 @@ class Cause(Record):
     text: str
 
 
-class Way(Record):
+class Remedy(Record):
     """The test that settles one cause, and the fix where it is that cause."""
 
     next_test: str
@@ -40,7 +40,7 @@ class Entry(Record):
     causes: tuple[Cause, ...]
     next_test: str
     fix: str
-    ways: dict[str, Way] = Field(default_factory=dict)
+    ways: dict[str, Remedy] = Field(default_factory=dict)
 
     def ordered_causes(self, likely: Iterable[str] = (), unlikely: Iterable[str] = ()) -> tuple[str, ...]:
         """The causes with those in `likely` first, in that order, and those in `unlikely` last.
@@ -86,12 +86,12 @@ def finding(
     """Build a finding: the fixed words from the catalogue, the evidence from the caller.
 
     `likely` names the causes to put first for this evidence, `unlikely` those that it speaks against. `shown` are those
-    that it points to: they stand before all others, and the first one's own test and fix are told where it has them.
+    that it points to: they stand before all others, and the first one's own test and fix are taken where it has them.
     Every other field of Finding can be given, `severity`, `next_test` and `fix` included where this case is known
     better than the catalogue knows it.
     """
     known, first = entry(code), list(shown)
-    way: Way | Entry = known.ways.get(first[0], known) if first else known
+    way: Remedy | Entry = known.ways.get(first[0], known) if first else known
     words = {
         "title": known.title,
         "severity": known.severity,

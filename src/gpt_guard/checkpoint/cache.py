@@ -23,12 +23,18 @@ from gpt_guard.checkpoint.fingerprint import (
     file_digest,
     token_list,
 )
-from gpt_guard.checkpoint.fingerprint.findings import SHORT, config_finding, part_finding, tokenizer_finding
-from gpt_guard.checkpoint.fingerprint.record import Files
-from gpt_guard.checkpoint.fingerprint.stamp_file import StampFile, read_stamp, write_stamp
-from gpt_guard.checkpoint.pickles import unsafe_globals
-from gpt_guard.checkpoint.read import read_payload
-from gpt_guard.checkpoint.say import Voice
+from gpt_guard.checkpoint.fingerprint.record import (
+    SHORT,
+    Files,
+    StampFile,
+    config_finding,
+    part_finding,
+    read_stamp,
+    tokenizer_finding,
+    write_stamp,
+)
+from gpt_guard.checkpoint.read import read_payload, unsafe_globals
+from gpt_guard.checkpoint.reporter import Reporter
 from gpt_guard.errors import GuardUsageError, error_for
 from gpt_guard.records import Finding
 from gpt_guard.records.atomic import replacing
@@ -65,7 +71,7 @@ def cached(
     if path.exists():
         found = _compare(path, stamp, both=True)
         if not found:
-            value: T = read_payload(path, Voice(None), None)
+            value: T = read_payload(path, Reporter(None), None)
             return value
         if not remake or found[0].code != "GG709":
             raise error_for(found[0])
@@ -92,7 +98,7 @@ def verify_cache(
     """
     path, stamp = Path(path), _stamp(None, tokenizer, template, source, settings)
     if not path.exists():
-        Voice(None).refuse("GG707", f"there is no cache {path}", known=["missing"])
+        Reporter(None).refuse("GG707", f"there is no cache {path}", known=["missing"])
     if found := _compare(path, stamp, both=False):
         raise error_for(found[0])
     return tuple(stamp.parts)
@@ -180,14 +186,14 @@ def _compare(path: Path, now: StampFile, *, both: bool) -> list[Finding]:
 
 def _stale(path: Path, differences: Sequence[Difference], then: StampFile, now: StampFile) -> Finding:
     where = f"the cache {path}"
-    said = [_difference(each, where, then, now) for each in differences]
+    parts = [_difference(each, where, then, now) for each in differences]
     evidence: dict[str, Any] = {
         each.part: {"cache": each.theirs, "now": each.ours, "details": one.evidence}
-        for each, one in zip(differences, said, strict=True)
+        for each, one in zip(differences, parts, strict=True)
     }
     causes = {"tokenizer": "tokenizer", "text": "template", "data": "source", "config": "settings", "code": "code"}
     likely = [causes[each.part.partition(":")[0]] for each in differences]
-    return finding("GG709", "; ".join(one.seen for one in said), likely=likely, evidence=evidence, cause_id=str(path))
+    return finding("GG709", "; ".join(one.seen for one in parts), likely=likely, evidence=evidence, cause_id=str(path))
 
 
 def _difference(difference: Difference, where: str, then: StampFile, now: StampFile) -> Finding:

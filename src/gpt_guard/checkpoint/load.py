@@ -12,16 +12,13 @@ from torch.optim import Optimizer
 
 from gpt_guard.checkpoint.belongs import model_config, verify
 from gpt_guard.checkpoint.fingerprint import Fingerprint, unwrap
-from gpt_guard.checkpoint.fingerprint.naming import some
-from gpt_guard.checkpoint.finite import listing, non_finite
-from gpt_guard.checkpoint.given import checked_path
-from gpt_guard.checkpoint.layout import Stored, take_apart
 from gpt_guard.checkpoint.optimizer_state import misfits, move_to_parameters, parameter_names
-from gpt_guard.checkpoint.read import read_payload
-from gpt_guard.checkpoint.say import OnFinding, Voice
-from gpt_guard.checkpoint.weights import copy_weights, fit_weights
+from gpt_guard.checkpoint.read import Stored, read_payload, take_apart
+from gpt_guard.checkpoint.reporter import OnFinding, Reporter, checked_path
+from gpt_guard.checkpoint.weights import copy_weights, fit_weights, listing, non_finite
 from gpt_guard.hooks.optimizer import unwrap as plain_optimizers
 from gpt_guard.records import Finding, Record
+from gpt_guard.records.render import some
 
 
 class LoadedCheckpoint(Record):
@@ -67,31 +64,31 @@ def load_checkpoint(
 
     Raises FingerprintMismatch (GG701 to GG703) or CheckpointError (GG705, GG707, GG708).
     """
-    voice = Voice(on_finding)
+    reporter = Reporter(on_finding)
     path = checked_path("load_checkpoint", path, model)
     bare = unwrap(model)
     optimizers = plain_optimizers(optimizer)
-    stored = take_apart(path, read_payload(path, voice, max_bytes), voice)
+    stored = take_apart(path, read_payload(path, reporter, max_bytes), reporter)
     settings = model_config(bare, config)
     verified = verify(
         stored,
-        voice,
+        reporter,
         tokenizer=tokenizer,
         config=settings,
         config_given=config is not None,
         fingerprint=fingerprint or Fingerprint(),
         ignore_config=ignore_config,
     )
-    found = fit_weights(bare, stored, settings, strict, voice)
-    _check_optimizers(bare, stored, optimizers, strict, voice)
+    found = fit_weights(bare, stored, settings, strict, reporter)
+    _check_optimizers(bare, stored, optimizers, strict, reporter)
     schedulers, scalers = _listed(scheduler), _listed(scaler)
-    _check_parts(stored, "scheduler", schedulers, stored.schedulers, voice)
-    _check_parts(stored, "scaler", scalers, stored.scalers, voice)
-    _warn_of_non_finite(bare, stored, found.state, voice)
+    _check_parts(stored, "scheduler", schedulers, stored.schedulers, reporter)
+    _check_parts(stored, "scaler", scalers, stored.scalers, reporter)
+    _warn_of_non_finite(bare, stored, found.state, reporter)
     with _Undo(optimizers) as undo:
         for one, state in zip(optimizers, stored.optimizers, strict=False):
-            _load_optimizer(one, state, stored, voice)
-        copy_weights(bare, found, stored, strict, voice)
+            _load_optimizer(one, state, stored, reporter)
+        copy_weights(bare, found, stored, strict, reporter)
         undo.keep()
     for part, saved in (*zip(schedulers, stored.schedulers, strict=False), *zip(scalers, stored.scalers, strict=False)):
         part.load_state_dict(saved)
@@ -101,7 +98,7 @@ def load_checkpoint(
         config=stored.config,
         fingerprint=stored.stamp.parts,
         verified=verified,
-        findings=tuple(voice.findings),
+        findings=tuple(reporter.findings),
         guard_state=stored.stamp.gpt_guard,
         extra=stored.extra,
     )
@@ -125,16 +122,16 @@ class _Undo:
 
 
 def _check_optimizers(
-    model: nn.Module, stored: Stored, optimizers: tuple[Optimizer, ...], strict: bool, voice: Voice
+    model: nn.Module, stored: Stored, optimizers: tuple[Optimizer, ...], strict: bool, reporter: Reporter
 ) -> None:
     there, here = len(stored.optimizers), len(optimizers)
     if here and not there:
         seen = f"{stored.path} holds no optimizer state; {here} optimizer(s) would start afresh"
         if strict:
-            voice.refuse("GG708", seen, known=["absent"])
-        voice.say("GG708", seen, known=["absent"], severity="warning")
+            reporter.refuse("GG708", seen, known=["absent"])
+        reporter.say("GG708", seen, known=["absent"], severity="warning")
     elif here and here != there:
-        voice.refuse(
+        reporter.refuse(
             "GG708", f"{stored.path} holds the state of {there} optimizers, {here} are given", known=["groups"]
         )
     saved = stored.stamp.optimizer_parameters
@@ -144,7 +141,7 @@ def _check_optimizers(
         if clues := misfits(state, theirs, names[index], one):
             which = f" number {index}" if here > 1 else ""
             seen = f"{type(one).__name__}{which}: {'; '.join(clue.text for clue in clues)} ({stored.path})"
-            voice.refuse("GG708", seen, known=[clue.cause for clue in clues])
+            reporter.refuse("GG708", seen, known=[clue.cause for clue in clues])
 
 
 def _listed(part: Any) -> list[Any]:
@@ -154,29 +151,29 @@ def _listed(part: Any) -> list[Any]:
 
 
 def _check_parts(
-    stored: Stored, name: str, parts: list[Any], states: Sequence[Mapping[str, Any]], voice: Voice
+    stored: Stored, name: str, parts: list[Any], states: Sequence[Mapping[str, Any]], reporter: Reporter
 ) -> None:
     """A scheduler takes any dict for its attributes, so that the state of another kind must be seen here."""
     if parts and not states:
         seen = f"{stored.path} holds no {name} state: the {name} starts afresh"
-        voice.say("GG708", seen, known=["absent"], severity="warning", cause_id=name)
+        reporter.say("GG708", seen, known=["absent"], severity="warning", cause_id=name)
         return
     if parts and len(parts) != len(states):
         seen = f"{stored.path} holds the state of {len(states)} {name}s, {len(parts)} are given"
-        voice.refuse("GG708", seen, known=["scheduler"])
+        reporter.refuse("GG708", seen, known=["scheduler"])
     for part, state in zip(parts, states, strict=False):
         ours = part.state_dict()
         more, less = sorted(state.keys() - ours.keys()), sorted(ours.keys() - state.keys())
         # A key that is no state of a scheduler but one of its other attributes would replace that.
         if more and (less or (name == "scheduler" and any(hasattr(part, key) for key in more))):
             seen = f"{name} state in {stored.path} is not that of a {type(part).__name__}: it has {some(more)}"
-            voice.refuse("GG708", seen + (f" and lacks {some(less)}" if less else ""), known=["scheduler"])
+            reporter.refuse("GG708", seen + (f" and lacks {some(less)}" if less else ""), known=["scheduler"])
 
 
-def _warn_of_non_finite(model: nn.Module, stored: Stored, state: Mapping[str, Any], voice: Voice) -> None:
+def _warn_of_non_finite(model: nn.Module, stored: Stored, state: Mapping[str, Any], reporter: Reporter) -> None:
     masks = frozenset(name for name, _ in model.named_buffers())
     if bad := non_finite(state, masks=masks):
-        voice.say(
+        reporter.say(
             "GG706",
             f"{len(bad)} of {len(state)} tensors in {stored.path} are not finite: {listing(bad)}",
             likely=["saved_bad"],
@@ -186,10 +183,10 @@ def _warn_of_non_finite(model: nn.Module, stored: Stored, state: Mapping[str, An
         )
 
 
-def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], stored: Stored, voice: Voice) -> None:
+def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], stored: Stored, reporter: Reporter) -> None:
     try:
         optimizer.load_state_dict(state)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         seen = f"{type(optimizer).__name__} does not take the state in {stored.path}: {error}"
-        voice.refuse("GG708", seen, likely=["kind"], because=error)
+        reporter.refuse("GG708", seen, likely=["kind"], because=error)
     move_to_parameters(optimizer)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpt_guard.checkpoint.fingerprint import plain_name, unwrap
-from gpt_guard.checkpoint.fingerprint.naming import printable
-from gpt_guard.checkpoint.keys import Clue
+from gpt_guard.checkpoint.match import Clue
+from gpt_guard.records.render import printable
 
 SHAPED = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"}

@@ -22,11 +22,10 @@ from gpt_guard.checkpoint.fingerprint import (
     unwrap,
     weights_digest,
 )
-from gpt_guard.checkpoint.finite import leaves, listing, non_finite
-from gpt_guard.checkpoint.given import checked_path
 from gpt_guard.checkpoint.optimizer_state import parameter_names
-from gpt_guard.checkpoint.pickles import unsafe_globals
-from gpt_guard.checkpoint.say import OnFinding, Voice
+from gpt_guard.checkpoint.read import unsafe_globals
+from gpt_guard.checkpoint.reporter import OnFinding, Reporter, checked_path
+from gpt_guard.checkpoint.weights import leaves, listing, non_finite
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.optimizer import unwrap as plain_optimizers
 from gpt_guard.records.atomic import replacing
@@ -65,7 +64,7 @@ def save_checkpoint(
     of the optimizer that is not finite is a warning). Raises CheckpointError for these, GuardUsageError for values
     that could not be loaded again, OSError from the file system.
     """
-    voice = Voice(on_finding)
+    reporter = Reporter(on_finding)
     path = checked_path("save_checkpoint", path, model)
     if path.is_dir():
         raise GuardUsageError(f"{path} is a folder; give the name of a file in it, such as {path / 'step_1000.pt'}")
@@ -73,9 +72,9 @@ def save_checkpoint(
     bare = unwrap(model)
     memo: dict[Any, Tensor] = {}
     weights = _on_cpu(bare.state_dict(), memo)
-    _refuse_non_finite(bare, weights, path, voice)
+    _refuse_non_finite(bare, weights, path, reporter)
     states = [_on_cpu(one.state_dict(), memo) for one in optimizers]
-    _warn_of_optimizer(states, path, voice)
+    _warn_of_optimizer(states, path, reporter)
     settings = model_config(bare, config)
     parts = dict(fingerprint.parts) if fingerprint is not None else {}
     payload: dict[str, Any] = {"model_state_dict": weights, "step": step, "config": settings}
@@ -122,14 +121,14 @@ def _on_cpu(state: Any, memo: dict[Any, Tensor]) -> Any:
     return state
 
 
-def _refuse_non_finite(model: nn.Module, weights: Mapping[str, Any], path: Path, voice: Voice) -> None:
+def _refuse_non_finite(model: nn.Module, weights: Mapping[str, Any], path: Path, reporter: Reporter) -> None:
     buffers = frozenset(name for name, _ in model.named_buffers())
     bad = non_finite(weights, masks=buffers)
     if not bad:
         return
     cause = "buffer" if buffers.issuperset(bad) else "one" if len(bad) == 1 else "update"
     kept = f"; {path} is left as it was" if path.exists() else ""
-    voice.refuse(
+    reporter.refuse(
         "GG706",
         f"not saved to {path}: {len(bad)} of {len(weights)} tensors are not finite: {listing(bad)}{kept}",
         likely=[cause],
@@ -139,10 +138,10 @@ def _refuse_non_finite(model: nn.Module, weights: Mapping[str, Any], path: Path,
     )
 
 
-def _warn_of_optimizer(states: list[Any], path: Path, voice: Voice) -> None:
+def _warn_of_optimizer(states: list[Any], path: Path, reporter: Reporter) -> None:
     if bad := non_finite(dict(leaves([state.get("state") for state in states]))):
         seen = f"saved to {path}, but {len(bad)} tensors of the optimizer state are not finite: {listing(bad)}"
-        voice.say("GG706", seen, likely=["optimizer"], severity="warning", cause_id="optimizer")
+        reporter.say("GG706", seen, likely=["optimizer"], severity="warning", cause_id="optimizer")
 
 
 def _tokens(tokenizer: Any) -> dict[str, Any]:

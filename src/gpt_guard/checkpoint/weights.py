@@ -1,28 +1,28 @@
-"""Refuse weights that do not fit before the first copy, then copy them."""
+"""A model's weights and a checkpoint's: which go together, which are not finite, and the copy."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gpt_guard.checkpoint.causes import clues
 from gpt_guard.checkpoint.fingerprint import plain_name
-from gpt_guard.checkpoint.fingerprint.naming import printable, some
-from gpt_guard.checkpoint.keys import Match, match
-from gpt_guard.checkpoint.layout import Stored
-from gpt_guard.checkpoint.say import Voice
+from gpt_guard.checkpoint.match import Match, clues, match
+from gpt_guard.checkpoint.read import Stored
+from gpt_guard.checkpoint.reporter import Reporter
+from gpt_guard.records import Record
+from gpt_guard.records.render import printable, some
 
 MAX_LISTED = 200
 """Names of one kind that a finding's evidence lists."""
 
 
 def fit_weights(
-    model: nn.Module, stored: Stored, config: Mapping[str, Any] | None, strict: bool, voice: Voice
+    model: nn.Module, stored: Stored, config: Mapping[str, Any] | None, strict: bool, reporter: Reporter
 ) -> Match:
     """Match a checkpoint with a model; refuse (GG705) what does not fit. Changes nothing.
 
@@ -33,27 +33,27 @@ def fit_weights(
         prefixes = sorted({name.removesuffix(plain_name(name)) for name in stored.weights} - {""})
         where = f"names in the checkpoint carry `{printable(prefixes[0])}`" if prefixes else "the model is wrapped"
         seen = f"{where}: matched without the wrapper's prefix, all {found.total} fit ({stored.path})"
-        voice.say("GG705", seen, title="The names carry a wrapper's prefix", severity="info", likely=["prefix"])
+        reporter.say("GG705", seen, title="The names carry a wrapper's prefix", severity="info", likely=["prefix"])
     if found.fits or _takes(model, found, stored):
         return found
     evidence = clues(found, model, stored.config, config)
     seen = _seen(found, stored, "; ".join(clue.text for clue in evidence))
     fields: dict[str, Any] = {"likely": [clue.cause for clue in evidence], "evidence": _evidence(found)}
     if strict or found.unfit:
-        voice.refuse("GG705", f"nothing was loaded: {seen}", **fields)
-    voice.say("GG705", f"loaded in part (strict=False): {seen}", severity="warning", **fields)
+        reporter.refuse("GG705", f"nothing was loaded: {seen}", **fields)
+    reporter.say("GG705", f"loaded in part (strict=False): {seen}", severity="warning", **fields)
     return found
 
 
-def copy_weights(model: nn.Module, found: Match, stored: Stored, strict: bool, voice: Voice) -> None:
+def copy_weights(model: nn.Module, found: Match, stored: Stored, strict: bool, reporter: Reporter) -> None:
     """Copy matched weights into the model, in place."""
-    state = _with_versions(found, stored)
+    state = _versioned(OrderedDict(found.state), found, stored)
     try:
         model.load_state_dict(state, strict=strict and found.fits)
     except RuntimeError as error:
         lines = [printable(line.strip(), 200) for line in str(error).splitlines()[1:4]]
         seen = f"{type(model).__name__} does not take the weights in {stored.path}: {' '.join(lines)}"
-        voice.refuse("GG705", seen, because=error)
+        reporter.refuse("GG705", seen, because=error)
 
 
 def _takes(model: nn.Module, found: Match, stored: Stored) -> bool:
@@ -86,10 +86,6 @@ def _takes(model: nn.Module, found: Match, stored: Stored) -> bool:
 def _has_its_own_way(module: nn.Module) -> bool:
     own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
     return own or bool(module._load_state_dict_pre_hooks)
-
-
-def _with_versions(found: Match, stored: Stored) -> OrderedDict[str, Any]:
-    return _versioned(OrderedDict(found.state), found, stored)
 
 
 def _versioned(state: OrderedDict[str, Any], found: Match, stored: Stored) -> OrderedDict[str, Any]:
@@ -131,3 +127,63 @@ def _evidence(found: Match) -> dict[str, Any]:
         "kinds": {printable(name): list(kinds) for name, kinds in list(found.kinds.items())[:MAX_LISTED]},
         "tied": [list(pair) for pair in found.untied[:MAX_LISTED]],
     }
+
+
+class NonFiniteCount(Record):
+    """How many elements of a tensor are not finite."""
+
+    nan: int
+    pos_inf: int
+    neg_inf: int
+    numel: int
+
+    def __str__(self) -> str:
+        kinds = {"NaN": self.nan, "+inf": self.pos_inf, "-inf": self.neg_inf}
+        return ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count) + f" of {self.numel}"
+
+
+def non_finite(tensors: Mapping[str, Any], masks: frozenset[str] = frozenset()) -> dict[str, NonFiniteCount]:
+    """Return the counts for every tensor that holds NaN or infinity, by name.
+
+    For a name in `masks` -inf alone is taken for an attention mask. Expects tensors on the CPU, where reading is free.
+    """
+    found: dict[str, NonFiniteCount] = {}
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor) or value.is_meta or not (value.is_floating_point() or value.is_complex()):
+            continue
+        count = _count(value.detach())
+        if count is not None and not (name in masks and count.nan == count.pos_inf == 0):
+            found[name] = count
+    return found
+
+
+def leaves(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a nested state with their paths, as in `state.0.exp_avg`."""
+    if isinstance(state, Tensor):
+        yield path, state
+    items = (
+        state.items() if isinstance(state, Mapping) else enumerate(state) if isinstance(state, (list, tuple)) else ()
+    )
+    for key, value in items:
+        yield from leaves(value, f"{path}.{key}" if path else str(key))
+
+
+def listing(found: Mapping[str, NonFiniteCount], limit: int = 4) -> str:
+    """Return the first few names with their counts, for a sentence."""
+    shown = [f"{printable(name)} ({count})" for name, count in list(found.items())[:limit]]
+    return ", ".join(shown) + (f" and {len(found) - limit} more" if len(found) > limit else "")
+
+
+def _count(value: Tensor) -> NonFiniteCount | None:
+    if value.layout is not torch.strided:
+        value = value.to_sparse().coalesce().values()
+    if value.is_complex():
+        value = torch.view_as_real(value.resolve_conj())
+    if value.element_size() < 4:
+        value = value.float()  # a sum in half precision overflows early, and float8 has none
+    # NaN and infinity survive a sum, which is some 15 times cheaper than isfinite; finite values can overflow it.
+    if value.numel() == 0 or torch.isfinite(value.sum()):
+        return None
+    nan, pos_inf, neg_inf = (int(test(value).sum()) for test in (torch.isnan, torch.isposinf, torch.isneginf))
+    bad = nan + pos_inf + neg_inf
+    return NonFiniteCount(nan=nan, pos_inf=pos_inf, neg_inf=neg_inf, numel=value.numel()) if bad else None

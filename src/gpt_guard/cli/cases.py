@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gpt_guard.cli.terminal import leave
 from gpt_guard.records.render import block, render_finding
 
 if TYPE_CHECKING:
-    from gpt_guard.casebook import Case, Outcome
+    from gpt_guard.casebook import Case, CaseResult
 
 
 def cases(
@@ -27,8 +28,7 @@ def cases(
     known = all_cases()
     chosen = [case for case in known if number in (None, case.number)]
     if not chosen:
-        typer.echo(f"There is no case {number}; there are {known[0].number} to {known[-1].number}.", err=True)
-        raise typer.Exit(2)
+        leave(f"There is no case {number}; there are {known[0].number} to {known[-1].number}.")
     if only_list:
         typer.echo("\n".join(f"{case.number:>2}  {case.name:<32}{case.title}\n    {case.file}" for case in chosen))
         return
@@ -45,7 +45,7 @@ def cases(
         raise typer.Exit(1)
 
 
-def _row(outcome: Outcome) -> str:
+def _row(outcome: CaseResult) -> str:
     case, found = outcome.case, outcome.finding
     place = ("yes" if outcome.placed else "NO") if case.expected.place else "-"
     step = "" if found is None or found.step is None else str(found.step)
@@ -54,7 +54,7 @@ def _row(outcome: Outcome) -> str:
     return f"{case.number:>2}  {case.name:<32}{code:<8}{step:>4}  {cause:<7}{place:<7}{twin:<8}"
 
 
-def _story(case: Case, outcome: Outcome) -> str:
+def _story(case: Case, outcome: CaseResult) -> str:
     parts = [f"Case {case.number}: {case.title}", "\n".join(block("story", case.story)), f"{'script':<11}{case.file}"]
     parts += ["What is said of it:", *map(render_finding, outcome.broken)]
     twin = [render_finding(each) for each in outcome.fixed]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gpt_guard.cli.terminal import leave
 from gpt_guard.errors import GuardUsageError
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def check(
     from gpt_guard.checks.files.project import Project, load_project
     from gpt_guard.checks.runner.run import preflight
     from gpt_guard.checks.runner.stages import select
-    from gpt_guard.cli.show import Live
+    from gpt_guard.cli.show import CheckScreen
 
     given = {"checkpoint": checkpoint, "tokenizer": tokenizer, "train": train_data, "val": val_data, "test": test_data}
     try:
@@ -84,7 +85,7 @@ def check(
         subject = load_project(project)
         _refuse_nothing(project, subject)
     except GuardUsageError as error:
-        _leave(str(error))
+        leave(f"gpt-guard check: {error}")
     if device == "auto":
         subject.sources["device"] = "auto"
     subject.overfit_steps, subject.compare_dropout = overfit_steps, compare_dropout
@@ -92,11 +93,11 @@ def check(
     if subject.unusable:
         stages = select(["environment", "files"])  # what needs the files would only repeat what is wrong with them
     try:
-        with Live() as live:
-            live.about(project.model, subject)
-            subject.progress = live.progress
-            report = preflight(subject, stages, live.result)
-            live.end(report)
+        with CheckScreen() as screen:
+            screen.about(project.model, subject)
+            subject.progress = screen.progress
+            report = preflight(subject, stages, screen.result)
+            screen.end(report)
     except KeyboardInterrupt:
         typer.echo("\ngpt-guard check: interrupted; no report was written", err=True)
         raise typer.Exit(INTERRUPTED) from None
@@ -104,10 +105,10 @@ def check(
         try:
             report.save(json)
         except OSError as error:
-            _leave(f"--json {json}: cannot be written ({error.strerror or error}); choose another path")
+            leave(f"gpt-guard check: --json {json}: cannot be written ({error.strerror or error}); choose another path")
     if subject.unusable:
         names = ", ".join(str(subject.paths[kind]) for kind in subject.unusable)
-        _leave(f"unusable: {names}; the other checks need it, see the remedy above")
+        leave(f"gpt-guard check: unusable: {names}; the other checks need it, see the remedy above")
     if report.failed:
         raise typer.Exit(1)
 
@@ -149,8 +150,3 @@ def _refuse_nothing(project: Project, subject: Subject) -> None:
             f"nothing to check in {Path.cwd()}: {subject.sources.get('model', 'no model')}; looked for {looked}. "
             f"Run it in your project's folder, or say where things are (gpt-guard check --help)"
         )
-
-
-def _leave(message: str) -> NoReturn:
-    typer.echo(f"gpt-guard check: {message}", err=True)
-    raise typer.Exit(2)

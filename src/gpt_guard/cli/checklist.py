@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 import textwrap
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
-from gpt_guard.cli.checklists import PHASES, Answer, Item, Phase, RunDir, answers, open_run
+from gpt_guard.cli.checklists import PHASES, Item, ItemAnswer, Phase, RunDir, answers, open_run
+from gpt_guard.cli.terminal import can_show, leave, shown
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.records.render import WIDTH, clean
 
@@ -34,19 +35,22 @@ def checklist(
     """
     if phase is not None and phase not in PHASES:  # all three, for the folder that stands in its place
         if run_dir is not None or not Path(phase).is_dir():
-            _leave(f"there is no checklist {phase!r}; there are {', '.join(PHASES)}, and RUN_DIR comes after them")
+            known = ", ".join(PHASES)
+            leave(
+                f"gpt-guard checklist: there is no checklist {phase!r}; there are {known}, and RUN_DIR comes after them"
+            )
         run_dir, phase = Path(phase), None
     try:
         run = open_run(run_dir) if run_dir is not None else None
     except GuardUsageError as error:
-        _leave(str(error))
-    marks = MARKS if _can_show("".join(MARKS.values())) else PLAIN_MARKS
+        leave(f"gpt-guard checklist: {error}")
+    marks = MARKS if can_show("".join(MARKS.values()), sys.stdout.encoding) else PLAIN_MARKS
     crosses = 0
     for each in PHASES:
         if phase in (None, each):
             crosses += _show(each, run, marks)
     if run is not None and run.problems:
-        _leave("; ".join(run.problems.values()))
+        leave(f"gpt-guard checklist: {'; '.join(run.problems.values())}")
     if crosses:
         raise typer.Exit(1)
 
@@ -59,14 +63,14 @@ def _show(phase: Phase, run: RunDir | None, marks: dict[bool | None, str]) -> in
     typer.echo(f"{TITLES[phase]}{tally}")
     for item, answer in lines:
         for line in _lines(item, answer, run, marks):
-            typer.echo(line if _can_show(line) else line.encode("ascii", "backslashreplace").decode())
+            typer.echo(shown(line, sys.stdout.encoding))
     typer.echo()
     return counts[False]
 
 
-def _lines(item: Item, answer: Answer, run: RunDir | None, marks: dict[bool | None, str]) -> list[str]:
-    said = f"{item.ask}: {answer.seen}" if answer.seen else item.ask
-    wrapped = textwrap.wrap(clean(said), WIDTH - _INDENT, break_on_hyphens=False)
+def _lines(item: Item, answer: ItemAnswer, run: RunDir | None, marks: dict[bool | None, str]) -> list[str]:
+    text = f"{item.ask}: {answer.seen}" if answer.seen else item.ask
+    wrapped = textwrap.wrap(clean(text), WIDTH - _INDENT, break_on_hyphens=False)
     mark = marks[answer.ok] if run is not None else "-"
     lines = [f"{f'   {mark} ' if n == 0 else '':<{_INDENT}}{line}" for n, line in enumerate(wrapped)]
     if answer.ok is None:
@@ -75,16 +79,3 @@ def _lines(item: Item, answer: Answer, run: RunDir | None, marks: dict[bool | No
         known = "" if run is None else "not known from here; "
         lines.append(f"{'':<{_INDENT}}{known}{what}: {clean(command)}")
     return lines
-
-
-def _can_show(text: str) -> bool:
-    try:
-        text.encode(sys.stdout.encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
-
-
-def _leave(message: str) -> NoReturn:
-    typer.echo(f"gpt-guard checklist: {message}", err=True)
-    raise typer.Exit(2)

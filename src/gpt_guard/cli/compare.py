@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from gpt_guard.cli.terminal import leave
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.report.compare import REL_TOL, change_text, compare_reports
 from gpt_guard.report.file import read_report
@@ -28,8 +29,7 @@ def compare(
     try:
         reports = read_report(before), read_report(after)
     except GuardUsageError as error:
-        typer.echo(f"gpt-guard compare: {error}", err=True)
-        raise typer.Exit(2) from None
+        leave(f"gpt-guard compare: {error}")
     changes = compare_reports(*reports, rel_tol=rel_tol)
     if not changes:
         typer.echo("no difference")

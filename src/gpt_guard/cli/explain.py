@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import difflib
 import textwrap
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 from gpt_guard import catalogue
 from gpt_guard.catalogue.operation_causes import causes
 from gpt_guard.catalogue.symptoms import Symptom, match, symptoms
+from gpt_guard.cli.terminal import leave
 from gpt_guard.records import LikelyCause
-from gpt_guard.records.render import block
-from gpt_guard.records.text import LABEL, WIDTH
+from gpt_guard.records.render import LABEL, WIDTH, block
 
 
 def explain(
@@ -30,7 +30,7 @@ def explain(
     Exit code 0: explained. 2: there is no such code, or no symptom fits these words.
     """
     if code is not None and symptom is not None:
-        _leave("give a code or --symptom, not both")
+        leave("give a code or --symptom, not both")
     if symptom is not None:
         _explain_symptom(symptom)
         return
@@ -45,7 +45,7 @@ def explain(
         return
     entry = known.get(asked) or known.get(f"GG{asked}")
     if entry is None:
-        _leave(f"There is no finding code {code!r}. {_near(asked, list(known))}")
+        leave(f"There is no finding code {code!r}. {_near(asked, list(known))}")
     typer.echo(explanation(entry))
 
 
@@ -96,7 +96,7 @@ def _explain_symptom(text: str) -> None:
     found = match(text)
     if not found:
         listed = "\n".join(f"  {each.key:<20}{each.title}" for each in symptoms().values())
-        _leave(f"No symptom fits {text!r}. Known are:\n{listed}\nGive one of these, or describe it in other words.")
+        leave(f"No symptom fits {text!r}. Known are:\n{listed}\nGive one of these, or describe it in other words.")
     if len(found) > 1:
         typer.echo(f"{text!r} fits {len(found)} symptoms.\n")
     typer.echo("\n\n\n".join(map(symptom_text, found)))
@@ -108,8 +108,3 @@ def _near(asked: str, known: list[str]) -> str:
     near = family or difflib.get_close_matches(asked, known, n=6)
     hint = f"Near it: {', '.join(near)}. " if near else ""
     return f"{hint}`gpt-guard explain` lists all codes."
-
-
-def _leave(message: str) -> NoReturn:
-    typer.echo(message, err=True)
-    raise typer.Exit(2)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gpt_guard.cli.terminal import leave
 from gpt_guard.errors import GuardUsageError
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def replay(
         built = user_code(lambda: _build(opened, model, config, trust_source, device), "building the model")
         done = replay_bundle(opened, built, loss_fn=function, buffers=not keep_buffers, mended=mended, limit_s=limit)
     except GuardUsageError as error:
-        _leave(str(error))
+        leave(f"gpt-guard replay: {error}")
     typer.echo(_as_json(done) if json else str(done))
     if done.gone is None:
         raise typer.Exit(2)
@@ -124,10 +125,3 @@ def _as_json(done: Replayed) -> str:
         "finding": done.finding,
     }
     return as_json(answer).decode()
-
-
-def _leave(message: str) -> NoReturn:
-    from gpt_guard.records.render import clean
-
-    typer.echo(clean(f"gpt-guard replay: {message}"), err=True)
-    raise typer.Exit(2)

@@ -13,6 +13,7 @@ from rich.text import Text
 from gpt_guard.checks.runner.base import Subject
 from gpt_guard.checks.runner.lines import MARKS, PLAIN_MARKS, Line, heading_line, result_lines, summary, told
 from gpt_guard.checks.runner.report import PreflightReport, styled
+from gpt_guard.cli.terminal import can_show, shown
 from gpt_guard.records import CheckResult
 from gpt_guard.records.render import WIDTH, clean, render_finding
 
@@ -20,7 +21,7 @@ WIDEST = 120
 """Longer lines are hard to read, however wide the terminal is."""
 
 
-class Live:
+class CheckScreen:
     """Use as a context manager; `result` and `progress` are the runner's callbacks."""
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class Live:
         )
         self._task: TaskID | None = None
         self._stage = ""
-        self._marks = MARKS if _can_show("".join(MARKS.values()), self._out.encoding) else PLAIN_MARKS
+        self._marks = MARKS if can_show("".join(MARKS.values()), self._out.encoding) else PLAIN_MARKS
         self._start = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -97,12 +98,4 @@ class Live:
         self._out.print(Text(self._shown(text), style=style))
 
     def _shown(self, text: str) -> str:
-        return clean(text if _can_show(text, self._out.encoding) else text.encode("ascii", "backslashreplace").decode())
-
-
-def _can_show(text: str, encoding: str) -> bool:
-    try:
-        text.encode(encoding)
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
+        return clean(shown(text, self._out.encoding))

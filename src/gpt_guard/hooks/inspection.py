@@ -155,7 +155,7 @@ class Inspection:
         """Run the model inside for a look of gpt_guard's own: unseen by hooks and guards, and everything is put back.
 
         Buffers, gradients, modes, plain attributes of modules and random generators are as before afterwards; a probe
-        must not write to the parameters. Its time is counted, its name listed in the summary.
+        must not write to the parameters. Its time is counted, its name listed in the report.
         """
         start, paused, muted = time.perf_counter(), self._tap.paused, self.functions.muted
         self.probes[name] = self.probes.get(name, 0) + 1

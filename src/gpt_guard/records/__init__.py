@@ -1,4 +1,4 @@
-"""What gpt_guard writes down: findings, observations, reports, and how they are told; without torch."""
+"""What gpt_guard writes down: findings, observations, reports, and their text; without torch."""
 
 from gpt_guard.records.evidence import LikelyCause, Operand, OperationSeen, Record, SourceLine, TensorStats
 from gpt_guard.records.run import (

@@ -1,4 +1,4 @@
-"""Findings as plain text, as a person reads them in a terminal at night: what, where, since when, why, what next.
+"""Records as plain text, as a person reads them in a terminal at night: what, where, since when, why, what next.
 
 The exceptions, the log and the command line all print through here, so that the words are the same everywhere. Only
 records are imported: an exception's message must never depend on anything that can fail.
@@ -6,21 +6,18 @@ records are imported: an exception's message must never depend on anything that 
 
 from __future__ import annotations
 
+import os
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import isfinite
 
-from gpt_guard.records import Finding, Observation
-from gpt_guard.records.render_operation import operation_lines, operation_short
-from gpt_guard.records.text import LABEL, from_here, line_of_code, marked, tensor_text
-from gpt_guard.records.text import WIDTH as WIDTH
-from gpt_guard.records.text import block as block
-from gpt_guard.records.text import clean as clean
-from gpt_guard.records.text import number as number
-from gpt_guard.records.text import numbered as numbered
+from gpt_guard.records import Finding, Observation, Operand, OperationSeen, SourceLine, TensorStats
 
+WIDTH = 100
+LABEL = 11
 _SHORT = 360
 _CAUSES = 5
+_KINDS = {"input": "batch", "constant": "tensor"}
 
 
 def learning_rate(value: float | None) -> str:
@@ -58,9 +55,9 @@ def render_finding(finding: Finding, width: int = WIDTH) -> str:
     line = finding.where if seen is None or seen.where != finding.where else None
     parts = [
         textwrap.wrap(clean(f"{finding.code} {finding.title}"), width),
-        beside("seen", finding.seen) + beside("tensor", tensor_text(finding.tensor)),
-        beside("where", _where(finding)) + line_of_code(line, width) + beside("made by", finding.origin or ""),
-        (operation_lines(seen, width) if seen is not None else []) + beside("replay", finding.replay or ""),
+        beside("seen", finding.seen) + beside("tensor", _tensor_text(finding.tensor)),
+        beside("where", _where(finding)) + _line_of_code(line, width) + beside("made by", finding.origin or ""),
+        (_operation_lines(seen, width) if seen is not None else []) + beside("replay", finding.replay or ""),
         beside("healthy", _healthy(finding.last_healthy)) + _table(finding.history),
         numbered("likely", [cause.text for cause in proven] or finding.causes[:_CAUSES], width),
         beside("next test", next_test) + beside("fix", fix) + beside("more", _explain(finding)),
@@ -71,12 +68,12 @@ def render_finding(finding: Finding, width: int = WIDTH) -> str:
 
 def render_short(finding: Finding) -> str:
     """Up to five lines for a log: title and place; what was seen; the operation; the likeliest cause; the bundle."""
-    at = [f"{from_here(finding.where.file)}:{finding.where.line}"] if finding.where is not None else []
+    at = [f"{_from_here(finding.where.file)}:{finding.where.line}"] if finding.where is not None else []
     place = ", ".join(_place(finding) + at)
     lines = [_one_line(f"{finding.code} {finding.title}" + (f": {place}" if place else "")), _one_line(finding.seen)]
     proven = [cause.text for cause in finding.operation.causes] if finding.operation is not None else []
     if finding.operation is not None:
-        lines.append(_one_line(operation_short(finding.operation)))
+        lines.append(_one_line(_operation_short(finding.operation)))
     if likely := proven or finding.causes:
         more = f" [gpt-guard explain {finding.code}]" if finding.code.startswith("GG") else ""
         lines.append(f"Most likely: {_one_line(likely[0])}{more}")
@@ -172,4 +169,131 @@ def _table(history: Sequence[Observation]) -> list[str]:
     widths = [max(map(len, column)) for column in known]
     rows = zip(*known, strict=True)
     lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
-    return [f"{'before' if first else '':<{LABEL}}{line.rstrip()}" for first, line in marked(lines)]
+    return [f"{'before' if first else '':<{LABEL}}{line.rstrip()}" for first, line in _marked(lines)]
+
+
+def _operation_lines(seen: OperationSeen, width: int) -> list[str]:
+    """The operation and its line, the evidence in one sentence, and the figures of its inputs and its result."""
+    lines = block("operation", _operation_name(seen), width) + _line_of_code(seen.where, width)
+    lines += block("shows", seen.shows, width)
+    if seen.kind == "operation":
+        lines += block("inputs", "\n".join(_operand(operand) for operand in seen.operands), width)
+    lines += block("result" if seen.kind == "operation" else "tensor", _tensor_text(seen.output), width)
+    return lines + (block("hidden at", str(seen.hidden), width) if seen.hidden is not None else [])
+
+
+def _operation_name(seen: OperationSeen) -> str:
+    """`softmax in blocks.0.attn (Attention)`, `the derivative of sqrt ...`, or the tensor that was bad before."""
+    if seen.kind != "operation":
+        return f"none: the {_KINDS.get(seen.kind, seen.kind)} was bad before any operation ran"
+    place = "" if seen.module is None else f" in {seen.module or 'the model itself'}"
+    kind = f" ({seen.module_class})" if seen.module is not None and seen.module_class else ""
+    return f"{'the derivative of ' if seen.phase == 'backward' else ''}{seen.name}{place}{kind}"
+
+
+def _operation_short(seen: OperationSeen) -> str:
+    """One line for a log."""
+    at = f" at {_from_here(seen.where.file)}:{seen.where.line}" if seen.where is not None else ""
+    return f"Replay: {_operation_name(seen)}{at}: {seen.shows}" if seen.kind == "operation" else f"Replay: {seen.shows}"
+
+
+def _operand(operand: Operand) -> str:
+    figures = number(operand.value) if operand.tensor is None else _tensor_text(operand.tensor).partition("\n")[0]
+    return f"{operand.name}: {figures}" + "".join(f"; {fact}" for fact in operand.facts)
+
+
+def number(value: float | None) -> str:
+    """A figure with four significant digits ("0.8123", "1.2e+05", "nan", "-inf"); "-" for None."""
+    if value is None:
+        return "-"
+    return str(value) if isinstance(value, int) else f"{value:.4g}"
+
+
+def clean(text: str) -> str:
+    """Make control characters visible, line breaks excepted: text from a file must not steer the terminal."""
+    visible = (c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text.expandtabs(4))
+    return "".join(visible)
+
+
+def printable(text: object, limit: int = 80) -> str:
+    """Return a name from a file fit to print: short, and without control characters, which could drive a terminal."""
+    cleaned = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text)[: limit + 1])
+    return cleaned if len(cleaned) <= limit else cleaned[: limit - 3] + "..."
+
+
+def some(names: Iterable[object], count: int = 4) -> str:
+    """Return the first few names, and how many more there are."""
+    listed = list(names)
+    more = f" and {len(listed) - count} more" if len(listed) > count else ""
+    return ", ".join(printable(name) for name in listed[:count]) + more
+
+
+def block(label: str, text: str, width: int = WIDTH, *, label_width: int = LABEL) -> list[str]:
+    """Lines of `text` wrapped to `width` columns beside `label`; no line at all where `text` is empty."""
+    lines = [
+        wrapped
+        for line in clean(text).strip().split("\n")
+        for wrapped in textwrap.wrap(line, width - label_width, break_on_hyphens=False)
+    ]
+    return [f"{label if first else '':<{label_width}}{line}" for first, line in _marked(lines)]
+
+
+def numbered(label: str, texts: Iterable[str], width: int = WIDTH) -> list[str]:
+    """The texts as an ordered list beside `label`."""
+    lines: list[str] = []
+    for position, text in enumerate(texts, start=1):
+        mark = f"{position}. "
+        room = width - LABEL - len(mark)
+        for first, line in _marked(textwrap.wrap(clean(text), room, break_on_hyphens=False)):
+            head = label if first and position == 1 else ""
+            lines.append(f"{head:<{LABEL}}{mark if first else ' ' * len(mark)}{line}")
+    return lines
+
+
+def _marked(lines: Sequence[str]) -> list[tuple[bool, str]]:
+    """Each line, and whether it is the first."""
+    return [(position == 0, line) for position, line in enumerate(lines)]
+
+
+def _tensor_text(stats: TensorStats | None) -> str:
+    """A tensor in one or two lines: shape, dtype, what of it is not finite, and where."""
+    if stats is None:
+        return ""
+    text = f"{list(stats.shape)} {stats.dtype.removeprefix('torch.')} on {stats.device}"
+    if stats.bad:
+        counts = {"NaN": stats.nan, "+inf": stats.pos_inf, "-inf": stats.neg_inf}
+        text += f": {', '.join(f'{count} {name}' for name, count in counts.items() if count)} of {stats.numel} elements"
+    if stats.finite_min is not None and stats.finite_max is not None:
+        rest = "the finite rest lies" if stats.bad else "values lie"
+        text += f"; {rest} between {number(stats.finite_min)} and {number(stats.finite_max)}"
+    elif stats.bad:
+        text += "; nothing in it is finite"
+    return text + _rows(stats)
+
+
+def _rows(stats: TensorStats) -> str:
+    text = ""
+    if stats.bad_rows and stats.shape:
+        listed = ", ".join(map(str, stats.bad_rows)) + (", ..." if stats.bad_row_count > len(stats.bad_rows) else "")
+        count = max(stats.bad_row_count, len(stats.bad_rows))
+        text = f"\nrow{'' if count == 1 else 's'} {listed} of dimension 0 ({count} of {stats.shape[0]})"
+    if stats.first_bad:
+        text += f"{', ' if text else chr(10)}first at {list(stats.first_bad)}"
+    return text
+
+
+def _line_of_code(line: SourceLine | None, width: int = WIDTH) -> list[str]:
+    """A line of the user's code: its place, and its text below."""
+    if line is None:
+        return []
+    place = f"{_from_here(line.file)}:{line.line} in {line.function}"
+    room = width - LABEL
+    # A path is shortened at its front and never wrapped: its end, with the line number, is what gets copied.
+    place = place if len(place) <= room else f"...{place[3 - room :]}"
+    return block("line", f"{place}\n{line.text}", width)
+
+
+def _from_here(file: str) -> str:
+    """A file below the current folder by its path from there, as the person would open it."""
+    here = os.getcwd() + os.sep
+    return file.removeprefix(here)

@@ -14,12 +14,7 @@ from typing import Any, Literal
 from pydantic import Field, JsonValue
 
 from gpt_guard.records.atomic import replacing
-from gpt_guard.records.evidence import LikelyCause as LikelyCause
-from gpt_guard.records.evidence import Operand as Operand
-from gpt_guard.records.evidence import OperationSeen as OperationSeen
-from gpt_guard.records.evidence import Record as Record
-from gpt_guard.records.evidence import SourceLine as SourceLine
-from gpt_guard.records.evidence import TensorStats as TensorStats
+from gpt_guard.records.evidence import OperationSeen, Record, SourceLine, TensorStats
 
 RUN_SCHEMA = "gpt_guard.run/1"
 REPORT_SCHEMA = "gpt_guard.report/1"
@@ -154,8 +149,8 @@ class CheckResult(Record):
 
     def __str__(self) -> str:
         expected = f", expected {self.expected}" if self.expected else ""
-        told = [f"  {found.code} {found.title}: {found.seen}\n  fix: {found.fix}" for found in self.findings]
-        return "\n".join([f"{self.title}: {self.status}, {self.measured}{expected}", *told])
+        lines = [f"  {found.code} {found.title}: {found.seen}\n  fix: {found.fix}" for found in self.findings]
+        return "\n".join([f"{self.title}: {self.status}, {self.measured}{expected}", *lines])
 
 
 class Report(Record):
@@ -179,6 +174,8 @@ class Report(Record):
     inspected_steps: int = 0
     inspection_seconds: float = Field(default=0.0, description="time that looking hard at those steps took")
     probes: dict[str, int] = Field(default_factory=dict, description="extra runs of the model in them, by name")
+    watch_cost: float | None = Field(default=None, description="what Guardian took of the run's wall time, as a share")
+    log: str | None = Field(default=None, description="the run log that was written")
     fingerprint: dict[str, str] = Field(default_factory=dict)
     facts: dict[str, JsonValue] = Field(default_factory=dict)
     checks: tuple[CheckResult, ...] = ()

@@ -5,6 +5,7 @@ The file is untrusted data: each line is bounded in size, parsed as JSON and val
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
@@ -21,6 +22,9 @@ RUN_FILE = "steps.jsonl"
 MAX_LINE_BYTES = 1 << 22
 _MOST_STEPS = 2**63 - 1
 _FAMILY, _, _VERSION = RUN_SCHEMA.rpartition("/")
+# val_loss, eval/loss, validation_loss; neither value_loss nor interval_loss.
+_VALIDATION = re.compile(r"(?<![a-z])e?val(?!ue|ve)")
+_TEST = re.compile(r"(?<![a-z])test")
 R = TypeVar("R", bound=Record)
 
 
@@ -43,6 +47,16 @@ class RunLog(Record):
     findings: tuple[Finding, ...] = ()
     metrics: tuple[LoggedMetrics, ...] = Field(default=(), repr=False)
     torn: bool = False
+
+
+def is_validation_loss(name: str) -> bool:
+    """Whether a name given to `guardian.log()` is that of a validation loss; accuracy rises where a loss falls."""
+    return "loss" in name.lower() and _VALIDATION.search(name.lower()) is not None
+
+
+def is_test_loss(name: str) -> bool:
+    """The same for the loss on the test set."""
+    return "loss" in name.lower() and _TEST.search(name.lower()) is not None
 
 
 def read_run(path: str | PathLike[str]) -> RunLog:

@@ -14,6 +14,7 @@ from gpt_guard.hooks.surroundings import surroundings
 from gpt_guard.records import Report
 from gpt_guard.runtime.dispatch import Dispatch
 from gpt_guard.runtime.progress import Progress
+from gpt_guard.sinks.files import JsonlSink
 
 
 def make_report(
@@ -21,6 +22,7 @@ def make_report(
 ) -> Report:
     """The report as of now; reads nothing from the device. `model` is None where it no longer exists."""
     digests, unseen = _fingerprint(guards)
+    logs = [str(sink.path) for sink in dispatch.sinks if isinstance(sink, JsonlSink) and sink.trouble is None]
     return Report(
         environment=surroundings(model),
         model=type(model).__name__ if model is not None else "",
@@ -31,6 +33,7 @@ def make_report(
         facts={f"metrics.{name}": value for name, value in progress.metrics.items()},
         findings=tuple(dispatch.findings),
         counts=dict(dispatch.counts),
+        log=logs[0] if logs else None,
         **progress.facts(),
     )
 

@@ -2,6 +2,6 @@
 
 from gpt_guard.sinks.base import Sink
 from gpt_guard.sinks.console import ConsoleSink
-from gpt_guard.sinks.jsonl import JsonlSink
+from gpt_guard.sinks.files import JsonlSink
 
 __all__ = ["ConsoleSink", "JsonlSink", "Sink"]

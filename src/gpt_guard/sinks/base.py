@@ -26,8 +26,6 @@ class Sink(ABC):
     """
 
     trouble: Finding | None = None
-    late: ClassVar[bool] = False
-    """True for an output that does without observations for a while: they may then come up to fifteen steps late."""
     _guarded: ClassVar[tuple[str, ...]] = ("open", "observe", "find", "log", "close")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -43,6 +41,7 @@ class Sink(ABC):
 
     def open(self, header: Mapping[str, Any]) -> None:
         """Runs on entry; `header` holds the run's facts as plain JSON values."""
+        self.trouble = None
 
     @abstractmethod
     def observe(self, observation: Observation) -> None:
@@ -83,28 +82,16 @@ def likely_cause(error: Exception) -> str:
 
 def _never_raising(method: Callable[..., None]) -> Callable[..., None]:
     """Wrap one of a sink's methods so that trouble in it is said once and goes no further."""
-    always = method.__name__ == "close"
-
-    if method.__name__ == "open":
-
-        @wraps(method)
-        def opened(self: Sink, *args: Any, **kwargs: Any) -> None:
-            self.trouble = None
-            _attempt(self, method, args, kwargs)
-
-        return opened
 
     @wraps(method)
     def guarded(self: Sink, *args: Any, **kwargs: Any) -> None:
-        if always or self.trouble is None:
-            _attempt(self, method, args, kwargs)
+        if method.__name__ == "open":
+            self.trouble = None
+        if method.__name__ == "close" or self.trouble is None:
+            try:
+                method(self, *args, **kwargs)
+            except Exception as error:
+                # Everything but KeyboardInterrupt and SystemExit: an output must never cost a training run.
+                self._give_up(error)
 
     return guarded
-
-
-def _attempt(sink: Sink, method: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    try:
-        method(sink, *args, **kwargs)
-    except Exception as error:
-        # Everything but KeyboardInterrupt and SystemExit: an output must never cost a training run.
-        sink._give_up(error)

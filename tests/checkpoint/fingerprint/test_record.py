@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpt_guard.checkpoint.fingerprint import Fingerprint, file_digest, text_digest
-from gpt_guard.checkpoint.fingerprint.stamp_file import StampFile, read_stamp, write_stamp
+from gpt_guard.checkpoint.fingerprint.record import StampFile, read_stamp, write_stamp
 from gpt_guard.errors import GuardUsageError
 
 

@@ -18,9 +18,17 @@ from gpt_guard.checkpoint.fingerprint import (
     unwrap,
     weights_digest,
 )
-from gpt_guard.checkpoint.fingerprint.findings import config_finding, part_finding, tokenizer_finding
-from gpt_guard.checkpoint.fingerprint.record import Files, as_paths
-from gpt_guard.checkpoint.fingerprint.stamp_file import NAME, StampFile, read_stamp, write_stamp
+from gpt_guard.checkpoint.fingerprint.record import (
+    NAME,
+    Files,
+    StampFile,
+    as_paths,
+    config_finding,
+    part_finding,
+    read_stamp,
+    tokenizer_finding,
+    write_stamp,
+)
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.records import Finding, Moment, Observation
 

@@ -20,9 +20,9 @@ from gpt_guard.checkpoint.fingerprint import (
     tokenizer_digest,
     unwrap,
 )
-from gpt_guard.checkpoint.fingerprint.findings import tokenizer_finding
-from gpt_guard.checkpoint.layout import Stored
-from gpt_guard.checkpoint.say import Voice
+from gpt_guard.checkpoint.fingerprint.record import tokenizer_finding
+from gpt_guard.checkpoint.read import Stored
+from gpt_guard.checkpoint.reporter import Reporter
 from gpt_guard.checkpoint.weights import copy_weights, fit_weights
 from gpt_guard.checks.runner.base import Subject
 from gpt_guard.checks.runner.forms import in_form_of, logits_of, plain_device
@@ -78,7 +78,7 @@ def fingerprint_findings(stored: Stored, subject: Subject) -> tuple[list[str], l
 
     A digest of the tokenizer that a script made in a way of its own cannot be compared here.
     """
-    voice = Voice(lambda found: None)
+    voice = Reporter(lambda found: None)
     agreed = verify(
         stored,
         voice,
@@ -124,7 +124,7 @@ def _built(stored: Stored, model: nn.Module, config: Any) -> Iterator[nn.Module]
 
 
 def _answer(model: nn.Module, stored: Stored, x: Tensor, seed: int) -> Tensor | None:
-    voice = Voice(lambda found: None)
+    voice = Reporter(lambda found: None)
     try:
         copy_weights(model, fit_weights(model, stored, None, True, voice), stored, True, voice)
     except CheckpointError:

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from gpt_guard.catalogue import finding
 from gpt_guard.checkpoint.fingerprint import unwrap
-from gpt_guard.checkpoint.layout import Stored
 from gpt_guard.checkpoint.optimizer_state import misfits, parameter_names
+from gpt_guard.checkpoint.read import Stored
 from gpt_guard.checks.runner.base import Subject
 from gpt_guard.checks.runner.forms import plain_device
 from gpt_guard.checks.runner.forward import loss_of

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from gpt_guard.catalogue import finding
 from gpt_guard.checkpoint.fingerprint import unwrap
-from gpt_guard.checkpoint.layout import take_apart
-from gpt_guard.checkpoint.say import Voice
+from gpt_guard.checkpoint.read import take_apart
+from gpt_guard.checkpoint.reporter import Reporter
 from gpt_guard.checkpoint.weights import copy_weights, fit_weights
 from gpt_guard.checks.checkpoint.lost import Lost, lost, unsaved
 from gpt_guard.checks.runner.forms import in_form_of, logits_of, plain_device
@@ -61,8 +61,8 @@ def reload(model: nn.Module, build: Callable[[], nn.Module], x: Tensor, seed: in
         return Reload(rebuilt=False)
     in_form_of(fresh, bare)
     try:
-        stored = take_apart(_FILE, {"model_state_dict": state}, Voice(None))
-        voice = Voice(lambda found: None)
+        stored = take_apart(_FILE, {"model_state_dict": state}, Reporter(None))
+        voice = Reporter(lambda found: None)
         copy_weights(fresh, fit_weights(fresh, stored, None, True, voice), stored, True, voice)
     except CheckpointError as error:
         return Reload(finding=error.finding, names=len(state))

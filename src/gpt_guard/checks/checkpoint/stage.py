@@ -10,12 +10,10 @@ from torch import nn
 
 from gpt_guard.catalogue import finding
 from gpt_guard.checkpoint.fingerprint import unwrap
-from gpt_guard.checkpoint.fingerprint.findings import SHORT, config_finding
-from gpt_guard.checkpoint.fingerprint.naming import printable
-from gpt_guard.checkpoint.finite import leaves, listing, non_finite
-from gpt_guard.checkpoint.layout import Stored, take_apart
-from gpt_guard.checkpoint.say import Voice
-from gpt_guard.checkpoint.weights import fit_weights
+from gpt_guard.checkpoint.fingerprint.record import SHORT, config_finding
+from gpt_guard.checkpoint.read import Stored, take_apart
+from gpt_guard.checkpoint.reporter import Reporter
+from gpt_guard.checkpoint.weights import fit_weights, leaves, listing, non_finite
 from gpt_guard.checks.checkpoint.belonging import config_of, differing, fingerprint_findings, same_answers
 from gpt_guard.checks.checkpoint.optimizer_reload import file_misfit, optimizer_reload, with_state
 from gpt_guard.checks.checkpoint.reload import reload, unsaved_in_use
@@ -23,6 +21,7 @@ from gpt_guard.checks.runner.base import Stage, Subject
 from gpt_guard.checks.runner.perturb import probe_ids, vocabulary
 from gpt_guard.errors import CheckpointError
 from gpt_guard.records import CheckResult, Finding, Severity
+from gpt_guard.records.render import printable
 
 _SAME = "the same logits, bit for bit"
 
@@ -65,7 +64,7 @@ class CheckpointStage(Stage):
     def _taken_apart(self, subject: Subject) -> Stored | Finding:
         path = subject.paths.get("checkpoint", Path("the checkpoint"))
         try:
-            return take_apart(path, subject.payload, Voice(lambda found: None))
+            return take_apart(path, subject.payload, Reporter(lambda found: None))
         except CheckpointError as error:
             return error.finding
 
@@ -110,7 +109,7 @@ class CheckpointStage(Stage):
 
     def _fits(self, model: nn.Module, stored: Stored, subject: Subject) -> CheckResult:
         title, expected = "fits the model", "every name and shape"
-        voice = Voice(lambda found: None)
+        voice = Reporter(lambda found: None)
         try:
             found = fit_weights(unwrap(model), stored, config_of(subject), True, voice)
         except CheckpointError as error:

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from gpt_guard import catalogue
 from gpt_guard.checkpoint.fingerprint import token_list
-from gpt_guard.checkpoint.fingerprint.naming import printable, some
 from gpt_guard.checkpoint.read import memory_size, read_payload
-from gpt_guard.checkpoint.say import Voice
+from gpt_guard.checkpoint.reporter import Reporter
 from gpt_guard.checks.tokenizer.tokenizers import Tokenizer, adapt
 from gpt_guard.errors import CheckpointError, GuardUsageError
 from gpt_guard.records import Finding
+from gpt_guard.records.render import printable, some
 
 MAX_TOKENIZER_BYTES = 256 * 2**20
 """The largest public vocabularies (256k tokens) take some 35 MB as JSON."""
@@ -118,7 +118,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 def _read_torch(path: Path) -> Any:
     try:
-        return read_payload(path, Voice(None), None)
+        return read_payload(path, Reporter(None), None)
     except CheckpointError as error:
         raise UnusableFile(error.finding) from None
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpt_guard.checkpoint.layout import Stored, take_apart
-from gpt_guard.checkpoint.say import Voice
+from gpt_guard.checkpoint.read import Stored, take_apart
+from gpt_guard.checkpoint.reporter import Reporter
 from gpt_guard.checkpoint.weights import copy_weights, fit_weights
 from gpt_guard.checks.files.imported import can_be_called, find, parameters_of, required_of, takes, user_code
 from gpt_guard.checks.files.load import UnusableFile, read_checkpoint, read_ids, read_tokenizer
@@ -75,7 +75,7 @@ def _read_files(subject: Subject, required: frozenset[str]) -> None:
 def _stored(subject: Subject) -> Stored | None:
     if subject.payload is None:
         return None
-    return take_apart(subject.paths["checkpoint"], subject.payload, Voice(None))
+    return take_apart(subject.paths["checkpoint"], subject.payload, Reporter(None))
 
 
 def _load_weights(model: nn.Module, subject: Subject) -> bool:
@@ -83,7 +83,7 @@ def _load_weights(model: nn.Module, subject: Subject) -> bool:
     stored = _stored(subject)
     if stored is None:
         return False
-    voice = Voice(lambda finding: None)
+    voice = Reporter(lambda finding: None)
     try:
         found = fit_weights(model, stored, stored.config, True, voice)
         copy_weights(model, found, stored, True, voice)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from gpt_guard.checkpoint.layout import take_apart
-from gpt_guard.checkpoint.say import Voice
+from gpt_guard.checkpoint.read import take_apart
+from gpt_guard.checkpoint.reporter import Reporter
 from gpt_guard.checks.files.load import UnusableFile, read_checkpoint, read_ids, read_tokenizer
 from gpt_guard.checks.runner.base import Subject
 from gpt_guard.checks.tokenizer.tokenizers import adapt
@@ -169,7 +169,7 @@ def was_trained(model: nn.Module | None, optimizer: Optimizer | None, payload: M
     if model is None or payload is None:
         return False
     try:
-        weights = take_apart(Path("checkpoint"), payload, Voice(None)).weights
+        weights = take_apart(Path("checkpoint"), payload, Reporter(None)).weights
     except CheckpointError:
         return False
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}

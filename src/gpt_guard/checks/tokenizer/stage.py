@@ -14,9 +14,9 @@ from torch import Tensor
 
 from gpt_guard.catalogue import finding
 from gpt_guard.checkpoint.fingerprint import Difference, file_digest, token_list, tokenizer_digest
-from gpt_guard.checkpoint.fingerprint.findings import SHORT, tokenizer_finding
-from gpt_guard.checkpoint.layout import take_apart
-from gpt_guard.checkpoint.say import Voice
+from gpt_guard.checkpoint.fingerprint.record import SHORT, tokenizer_finding
+from gpt_guard.checkpoint.read import take_apart
+from gpt_guard.checkpoint.reporter import Reporter
 from gpt_guard.checks.runner.base import Stage, Subject
 from gpt_guard.checks.tokenizer.invisible import invisible
 from gpt_guard.checks.tokenizer.roundtrip import decode_part, refusal, roundtrip, sample_of, unknown_character
@@ -195,7 +195,7 @@ def recorded(subject: Subject) -> tuple[str | None, list[str] | None]:
     if subject.payload is None:
         return None, None
     try:
-        stored = take_apart(Path("checkpoint"), subject.payload, Voice(lambda finding: None))
+        stored = take_apart(Path("checkpoint"), subject.payload, Reporter(lambda finding: None))
     except CheckpointError:  # what holds no weights is for the stage that loads it
         return None, None
     digest, chars = stored.stamp.parts.get("tokenizer"), stored.stamp.tokenizer_chars

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
@@ -14,10 +15,10 @@ from pydantic_core import from_json
 from gpt_guard.errors import GuardError, GuardUsageError
 from gpt_guard.records import Finding, Observation, Report
 from gpt_guard.report.file import read_report
-from gpt_guard.report.run_log import RUN_FILE, RunLog, read_run
+from gpt_guard.report.run_log import RUN_FILE, RunLog, is_test_loss, is_validation_loss, read_run
 
 if TYPE_CHECKING:
-    from gpt_guard.checkpoint.layout import Stored
+    from gpt_guard.checkpoint.read import Stored
 
 REPORT_FILE = "report.json"
 # As the run log's sink writes them.
@@ -78,7 +79,7 @@ class RunDir:
     @cached_property
     def tokens(self) -> list[str] | None:
         """The tokens of the run's tokenizer: of the file in it, or else those that Guardian noted. Loads torch."""
-        from gpt_guard.checkpoint.fingerprint.stamp_file import read_stamp
+        from gpt_guard.checkpoint.fingerprint.record import read_stamp
 
         if self.tokenizer is not None:
             return list(self.tokenizer.tokens)
@@ -102,20 +103,20 @@ class RunDir:
                     self.problems.setdefault(path.name, str(error))
         return None
 
-    def metric(self, *words: str) -> dict[int, float]:
-        """By step, the first of the logged metrics whose name has one of these words in it, such as "val"."""
-        if self.log is None:
-            return {}
-        found = [
-            (line.step, name, value)
-            for line in self.log.metrics
-            for name, value in line.metrics.items()
-            if any(word in name.lower() for word in words)
-        ]
-        # Accuracy and the like rise where a loss falls.
-        names = [name for _, name, _ in found if "loss" in name.lower()]
-        chosen = names[0] if names else None
-        return {step: value for step, name, value in found if name == chosen}
+    @property
+    def validation(self) -> dict[int, float]:
+        """By step, the first of the logged validation losses."""
+        return self._logged(is_validation_loss)
+
+    @property
+    def test(self) -> dict[int, float]:
+        """By step, the first of the logged test losses."""
+        return self._logged(is_test_loss)
+
+    def _logged(self, wanted: Callable[[str], bool]) -> dict[int, float]:
+        lines = self.log.metrics if self.log is not None else ()
+        found = [(line.step, name, value) for line in lines for name, value in line.metrics.items() if wanted(name)]
+        return {step: value for step, name, value in found if name == found[0][1]}
 
 
 def open_run(path: str | os.PathLike[str]) -> RunDir:
@@ -160,12 +161,11 @@ def _same_step(raw: bytes, halt: Finding) -> bool:
 
 
 def _stored(path: Path) -> Stored | str:
-    from gpt_guard.checkpoint.layout import take_apart
-    from gpt_guard.checkpoint.read import read_payload
-    from gpt_guard.checkpoint.say import Voice
+    from gpt_guard.checkpoint.read import read_payload, take_apart
+    from gpt_guard.checkpoint.reporter import Reporter
 
-    voice = Voice(lambda finding: None)
+    reporter = Reporter(lambda finding: None)
     try:
-        return take_apart(path, read_payload(path, voice, None), voice)
+        return take_apart(path, read_payload(path, reporter, None), reporter)
     except GuardError:
-        return voice.findings[-1].seen if voice.findings else f"{path} cannot be read"
+        return reporter.findings[-1].seen if reporter.findings else f"{path} cannot be read"

@@ -1,13 +1,17 @@
-"""How a save or load speaks: findings are handed on, logged or raised."""
+"""How a save or load speaks: findings are handed on, logged or raised; arguments that cannot be are named."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NoReturn
 
+from torch import nn
+
 from gpt_guard.catalogue import entry, finding
-from gpt_guard.errors import error_for
+from gpt_guard.errors import GuardUsageError, error_for
 from gpt_guard.records import Finding, Severity
 from gpt_guard.records.render import render_short
 
@@ -17,7 +21,7 @@ OnFinding = Callable[[Finding], Any]
 """Takes each finding as it is made; may raise to halt."""
 
 
-class Voice:
+class Reporter:
     """Collects the findings of one save or load.
 
     Without `on_finding` an error is raised and anything less is logged. With it the caller decides, except where
@@ -57,3 +61,16 @@ def _finding(code: str, seen: str, *, known: Iterable[str] = (), **fields: Any) 
     if certain := list(known):
         fields["causes"] = entry(code).ordered_causes(certain)[: len(set(certain))]
     return finding(code, seen, **fields)
+
+
+def checked_path(call: str, path: Any, model: Any) -> Path:
+    """The path of a file, if the arguments are what they should be. Raises GuardUsageError."""
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        swapped = ": path and model are swapped" if isinstance(path, nn.Module) else ""
+        given = "empty" if path == "" else f"a {type(path).__name__}{swapped}"
+        raise GuardUsageError(f'path is {given}. Write {call}("checkpoint.pt", model, optimizer)')
+    if not isinstance(model, nn.Module):
+        raise GuardUsageError(
+            f"model is a {type(model).__name__}, no torch.nn.Module. Write {call}(path, model, optimizer)"
+        )
+    return Path(path)

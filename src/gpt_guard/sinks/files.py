@@ -1,8 +1,9 @@
-"""JsonlSink: the run log, one JSON object on each line of `run_dir/steps.jsonl`.
+"""What a run leaves in its run_dir: the run log `steps.jsonl`, and the report for `gpt-guard compare`.
 
-Lines are of four kinds. `header` comes first and again at each resume; `step` holds an observation, lr and grad_norm
-at its front, fields that are not known left out; `finding` holds a finding and what was done about it; `metrics` holds
-what the user logged. NaN and the infinities are the strings "NaN", "Infinity" and "-Infinity".
+The log has one JSON object on each line. Lines are of four kinds. `header` comes first and again at each resume; `step`
+holds an observation, lr and grad_norm at its front, fields that are not known left out; `finding` holds a finding and
+what was done about it; `metrics` holds what the user logged. NaN and the infinities are the strings "NaN", "Infinity"
+and "-Infinity".
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from gpt_guard.records import RUN_SCHEMA, Action, Finding, Observation, Report
+from gpt_guard.report.file import RUN_REPORT_FILE
 from gpt_guard.report.run_log import RUN_FILE
 from gpt_guard.sinks.base import Sink
 
@@ -105,3 +107,37 @@ def _ends_torn(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(-1, 2)
         return file.read(1) != b"\n"
+
+
+class ReportSink(Sink):
+    """Writes the report on every way out, whole or not at all; the newest run in a folder has it.
+
+    An evaluation alone, with no step, leaves the report of the training that is there already. A folder that cannot be
+    written is left to the sink `beside` it to say, where that has.
+    """
+
+    def __init__(self, run_dir: str | Path, *, beside: Sink | None = None) -> None:
+        self.path = Path(run_dir) / RUN_REPORT_FILE
+        self._beside = beside
+
+    def observe(self, observation: Observation) -> None:
+        """Nothing: what a report says of a step is counted elsewhere."""
+
+    def find(self, finding: Finding, action: Action) -> None:
+        """Nothing: the report has all findings."""
+
+    def close(self, report: Report | None) -> None:
+        """Write it."""
+        if report is None or not (report.steps or not self.path.exists()):
+            return
+        try:
+            report.save(self.path)
+        except OSError:
+            # One folder that cannot be written is one warning: the run log in it has said so.
+            if self._beside is None or self._beside.trouble is None:
+                raise
+
+
+def with_report(log: JsonlSink) -> list[Sink]:
+    """A run log, and the report in the same folder, which is closed last."""
+    return [ReportSink(log.path.parent, beside=log), log]

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from gpt_guard.catalogue import entry
-from gpt_guard.checkpoint import load_checkpoint
+from gpt_guard.checkpoint import load_checkpoint, save_checkpoint
 from gpt_guard.checkpoint.fingerprint import weights_digest
 from gpt_guard.errors import CheckpointError, FingerprintMismatch
 from gpt_guard.records import Finding, Severity
 from mini_gpt import MiniGPT
 
 Build = Callable[..., MiniGPT]
+
+
 State = dict[str, Any]
 
 
@@ -83,11 +85,11 @@ def test_a_tied_weight_may_stand_once(path: Path) -> None:
     assert weights_digest(again) == weights_digest(model)
 
 
-def test_a_second_name_of_a_weight_that_is_loaded_anyway_is_no_finding(path: Path, said: list[Finding]) -> None:
+def test_a_second_name_of_a_weight_that_is_loaded_anyway_is_no_finding(path: Path, reported: list[Finding]) -> None:
     model = nn.Linear(3, 3)
     torch.save({**model.state_dict(), "head.weight": model.weight.detach()}, path)
-    load_checkpoint(path, nn.Linear(3, 3), on_finding=said.append)
-    assert [finding.code for finding in said] == ["GG704"]
+    load_checkpoint(path, nn.Linear(3, 3), on_finding=reported.append)
+    assert [finding.code for finding in reported] == ["GG704"]
 
 
 class Causal(nn.Module):
@@ -102,15 +104,15 @@ def test_a_buffer_the_model_makes_itself_is_named(path: Path, untouched: Any) ->
     assert likeliest(refused(path, Causal(), untouched)) == "buffer"
 
 
-def test_part_of_a_model_is_loaded_only_when_asked_and_said(path: Path, build: Build, said: list[Finding]) -> None:
+def test_part_of_a_model_is_loaded_only_when_asked_and_said(path: Path, build: Build, reported: list[Finding]) -> None:
     state = build().state_dict()
     del state["head.weight"]
     torch.save(state, path)
     model = build(1)
     head = model.head.weight.detach().clone()
-    load_checkpoint(path, model, strict=False, on_finding=said.append)
-    assert [(finding.code, finding.severity) for finding in said][-1] == ("GG705", Severity.WARNING)
-    assert "head.weight" in said[-1].seen
+    load_checkpoint(path, model, strict=False, on_finding=reported.append)
+    assert [(finding.code, finding.severity) for finding in reported][-1] == ("GG705", Severity.WARNING)
+    assert "head.weight" in reported[-1].seen
     assert torch.equal(model.head.weight, head)
     assert torch.equal(model.norm.weight, build().norm.weight)
 
@@ -174,11 +176,11 @@ class Migrating(nn.Module):
             state[name.replace("old.", "new.")] = state.pop(name)
 
 
-def test_a_model_that_reads_its_old_names_may_do_so(path: Path, said: list[Finding], untouched: Any) -> None:
+def test_a_model_that_reads_its_old_names_may_do_so(path: Path, reported: list[Finding], untouched: Any) -> None:
     model, again = Migrating(), Migrating()
     torch.save({name.replace("new.", "old."): weight for name, weight in model.state_dict().items()}, path)
-    load_checkpoint(path, again, on_finding=said.append)
-    assert [finding.code for finding in said] == ["GG704"]
+    load_checkpoint(path, again, on_finding=reported.append)
+    assert [finding.code for finding in reported] == ["GG704"]
     assert weights_digest(again) == weights_digest(model)
     torch.save({"other.weight": torch.ones(2, 2), "other.bias": torch.ones(2)}, path)
     refused(path, again, untouched)
@@ -213,3 +215,112 @@ def test_a_tensor_is_loaded_in_the_models_dtype(path: Path) -> None:
     torch.save(weights, path)
     load_checkpoint(path, model)
     assert torch.equal(model.weight, weights["weight"].bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cause", "words"),
+    [
+        ({"num_layers": 4}, "layers", "the checkpoint has 2 of `blocks.N`, the model 4"),
+        ({"num_layers": 1}, "layers", "the checkpoint has 2 of `blocks.N`, the model 1"),
+        ({"vocab_size": 20}, "vocabulary", "vocabulary's size: 13 in the checkpoint, 20 in the model"),
+        ({"block_size": 12}, "context", "number of positions: 8 in the checkpoint, 12 in the model"),
+        ({"embedding_dim": 32}, "width", "embedding's width: 16 in the checkpoint, 32 in the model"),
+        ({"expansion_factor": 2}, "other_size", "a size inside the layers: 64 in the checkpoint, 32 in the model"),
+    ],
+)
+def test_another_size_is_named(
+    path: Path, build: Build, untouched: Any, sizes: dict[str, int], cause: str, words: str
+) -> None:
+    torch.save(build().state_dict(), path)
+    finding = refused(path, build(**sizes), untouched)
+    assert likeliest(finding) == cause
+    assert words in finding.seen
+
+
+def test_the_config_key_that_explains_a_size_is_named(path: Path, build: Build, untouched: Any) -> None:
+    save_checkpoint(path, build())
+    finding = refused(path, build(vocab_size=20), untouched)
+    assert "vocab_size is 13 in the checkpoint's config, 20 here" in finding.seen
+
+
+def test_several_sizes_are_all_named(path: Path, build: Build, untouched: Any) -> None:
+    torch.save(build().state_dict(), path)
+    finding = refused(path, build(vocab_size=20, block_size=12, num_layers=3), untouched)
+    assert [likeliest(finding.model_copy(update={"causes": (text,)})) for text in finding.causes[:3]] == [
+        "layers",
+        "vocabulary",
+        "context",
+    ]
+    evidence: Any = finding.evidence
+    assert evidence["sizes"]["head.weight"] == {"checkpoint": [13, 16], "model": [20, 16]}
+    assert "blocks.2.mlp_norm.weight" in evidence["missing"]
+    assert "blocks.1.mlp_norm.weight" not in evidence["missing"]
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_a_wrappers_prefix_is_stripped_and_said(path: Path, build: Build, prefix: str, reported: list[Finding]) -> None:
+    model = build(1)
+    torch.save({f"{prefix}{name}": weight for name, weight in build().state_dict().items()}, path)
+    load_checkpoint(path, model, on_finding=reported.append)
+    finding = next(finding for finding in reported if finding.code == "GG705")
+    assert finding.severity is Severity.INFO
+    assert f"`{prefix}`" in finding.seen
+    assert weights_digest(model) == weights_digest(build())
+
+
+def test_a_compiled_submodule_on_either_side_fits(path: Path, build: Build) -> None:
+    torch.save(build().state_dict(), path)
+    model = build(1)
+    compiled: Any = torch.compile(model.blocks[0], backend="eager")
+    model.blocks[0] = compiled
+    load_checkpoint(path, model)
+    assert sorted(map(str, model.state_dict())) != sorted(build().state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), build().parameters(), strict=True))
+
+
+def test_a_prefix_that_does_not_make_all_fit_is_not_stripped_in_silence(
+    path: Path, build: Build, untouched: Any
+) -> None:
+    state = {f"module.{name}": weight for name, weight in build().state_dict().items()}
+    state["n_averaged"] = torch.tensor(3)
+    torch.save(state, path)
+    finding = refused(path, build(1), untouched)
+    assert finding.evidence["unexpected"] == ["n_averaged"]
+    assert finding.evidence["missing"] == []
+
+
+@pytest.mark.parametrize("front", ["model", "net.inner"])
+def test_a_foreign_prefix_is_named_with_the_line_that_strips_it(
+    path: Path, build: Build, untouched: Any, front: str
+) -> None:
+    torch.save({f"{front}.{name}": weight for name, weight in build().state_dict().items()}, path)
+    finding = refused(path, build(1), untouched)
+    assert likeliest(finding) == "prefix"
+    count = len(build().state_dict())
+    assert f"{count} of the checkpoint's names fit but for the prefix `{front}.`" in finding.seen
+    assert f'name.removeprefix("{front}.")' in finding.seen
+
+
+def test_a_prefix_on_the_models_side_is_named(path: Path, build: Build, untouched: Any) -> None:
+    torch.save(build().state_dict(), path)
+    finding = refused(path, nn.ModuleDict({"gpt": build(1)}), untouched)
+    assert likeliest(finding) == "prefix"
+    assert '"gpt." + name' in finding.seen
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("attention", "attn"), ("blocks", "layers"), ("mlp.up", "mlp.wide"), ("head", "lm_head")]
+)
+def test_a_renamed_submodule_is_named(path: Path, build: Build, untouched: Any, old: str, new: str) -> None:
+    state = {f".{name}".replace(f".{old}.", f".{new}.")[1:]: weight for name, weight in build().state_dict().items()}
+    torch.save(state, path)
+    finding = refused(path, build(1), untouched)
+    assert likeliest(finding) == "renamed"
+    shown = new.rpartition(".")[2], old.rpartition(".")[2]
+    count = len(finding.evidence["missing"])  # type: ignore[arg-type]  # a list of names
+    assert f"`{shown[0]}` in the checkpoint fits `{shown[1]}` in the model: {count} of {count}" in finding.seen
+
+
+def test_another_model_is_called_that(path: Path, build: Build, untouched: Any) -> None:
+    torch.save(nn.Conv2d(3, 7, 5).state_dict(), path)
+    assert likeliest(refused(path, build(), untouched)) == "other_model"

@@ -194,6 +194,8 @@ class Guardian(Staged):
 
     def report(self) -> Report:
         """Run facts and findings as of now."""
+        if self._session is not None:
+            self._session.note_cost()
         unseen = self._session.blind_spots() if self._session is not None else self._not_watched
         unseen = [*unseen, *self._dispatch.blind_spots()]
         return make_report(self._subject.model(), self.guards, self._dispatch, self._progress, unseen)

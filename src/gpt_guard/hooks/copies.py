@@ -177,7 +177,8 @@ class HookSet:
 def _take_away(places: tuple[_Held, ...], hook: Uncopied) -> None:
     held, *extra = places
     for key in [key for key, each in held.items() if each is hook]:
-        for each in (held, *extra):
+        # Last from where it is looked for: an interrupt in between leaves it to be found again.
+        for each in (*extra, held):
             _OURS.remove(id(each), key)
             each.pop(key, None)
 

@@ -7,6 +7,7 @@ Minimum and maximum come out of one pass, carry NaN, and cannot overflow, so no 
 from __future__ import annotations
 
 import weakref
+from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -135,11 +136,13 @@ class EntryExtremes(Hook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.active(module):
+            began = perf_counter()
             extremes = self.tap.extremes
             extremes.enter(self.index, len(self.tap.order))
             extremes.measure(self.tap, self.index, args, entering=True)
             if kwargs:
                 extremes.measure(self.tap, self.index, kwargs, entering=True)
+            self.tap.spent += perf_counter() - began
 
 
 class ReturnExtremes(Hook):
@@ -150,7 +153,9 @@ class ReturnExtremes(Hook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self.active(module):
+            began = perf_counter()
             if output is not None:
                 self.tap.order.append(self.index)
                 self.tap.extremes.measure(self.tap, self.index, output, entering=False)
             self.tap.extremes.leave(self.index)
+            self.tap.spent += perf_counter() - began

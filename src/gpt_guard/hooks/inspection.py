@@ -23,14 +23,15 @@ class Inspection:
     `active` is True in the first `steps` optimizer steps after entry, after `restart()`, and in one step of every
     `every` (0: never again). The first `steps` forwards of an evaluation are looked at too, whenever they come:
     `looking` is True in these as well. `functions` tells of calls while either holds. `spent` are the seconds that
-    went into listeners and probes, `probes` the names of those that ran, `steps_seen` the steps that were inspected.
+    went into listeners (`listened`) and probes, `probes` the names of those that ran, `steps_seen` the steps that were
+    inspected.
     """
 
     def __init__(self, tap: ModuleHooks, *, steps: int, every: int = 0) -> None:
         self.functions = FunctionTap()
         self.active = False
         self.looking = False
-        self.spent = 0.0
+        self.spent = self.listened = 0.0
         self.steps_seen = 0
         self.probes: dict[str, int] = {}
         self._tap = tap
@@ -185,7 +186,9 @@ class Inspection:
     def _timed(self, listener: Callable[..., None], call: object) -> None:
         start = time.perf_counter()
         self.run(listener, call)
-        self.spent += time.perf_counter() - start
+        taken = time.perf_counter() - start
+        self.spent += taken
+        self.listened += taken
 
 
 def _nothing() -> None:

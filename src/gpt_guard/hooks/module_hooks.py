@@ -71,6 +71,8 @@ class ModuleHooks:
         self.calls = 0
         self.last: Callable[[], Any] = _nothing
         self.last_version = 0
+        # Seconds that the hooks on single modules have taken.
+        self.spent = 0.0
         # Replaced by a caller that switches off a guard which fails.
         self.listen: Callable[..., None] = _call
         self._suspect: Suspect | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any, Protocol
 from weakref import ref
 
@@ -34,6 +35,7 @@ class Owner(Protocol):
     untested: dict[int, list[ref[Tensor]]]
     last: Callable[[], Any]
     last_version: int
+    spent: float
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model itself was called."""
@@ -135,6 +137,7 @@ class OutputTest(Hook):
         tap = self.tap
         if is_compiling() or module is not self._module or tap.paused or _is_tracing():
             return
+        began = perf_counter()
         self._returned(self.index)
         if type(output) is Tensor:
             if not tested(tap, output):
@@ -144,6 +147,7 @@ class OutputTest(Hook):
                     tap.suspect(self.index, "", output)
         else:
             self._test_all(tap, output)
+        tap.spent += perf_counter() - began
 
     def _test_all(self, tap: Owner, output: Any) -> None:
         for position, tensor in walk(output):

@@ -6,10 +6,11 @@ changes anything, and measured again when it has.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from threading import get_ident
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,16 +29,32 @@ from gpt_guard.runtime.guard_runner import GuardRunner
 from gpt_guard.runtime.progress import Progress
 from gpt_guard.runtime.step_record import StepRecords, batch_size
 
+_P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+
+def _timed(act: Callable[Concatenate[Loop, _P], _R]) -> Callable[Concatenate[Loop, _P], _R]:
+    """Count what it takes into `spent`."""
+
+    @wraps(act)
+    def timed(loop: Loop, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        began = time.perf_counter()
+        try:
+            return act(loop, *args, **kwargs)
+        finally:
+            loop.spent += time.perf_counter() - began
+
+    return timed
 
 
 class Loop:
     """Listens to the model's forwards, to backward, to the optimizers and to GradScalers.
 
-    `blind_spots` counts what passes by, and says what it missed.
+    `blind_spots` counts what passes by, and says what it missed; `spent` are the seconds that went into all of this.
     """
 
     def __init__(self, watch: Watch, guards: GuardRunner, dispatch: Dispatch, progress: Progress) -> None:
+        self.spent = 0.0
         self.blind_spots = BlindSpots(watch, progress)
         self.step_compiled = self.blind_spots.step_compiled
         self._watch, self._guards, self._progress = watch, guards, progress
@@ -55,6 +72,7 @@ class Loop:
 
     # Forwards of the model itself.
 
+    @_timed
     def forward_begins(self) -> None:
         """Note whether this is training or evaluation, and how much data it takes."""
         watch = self._watch
@@ -70,6 +88,7 @@ class Loop:
             watch.inspection.forward_begins(evaluation=watch.evaluation)
         self._guards.listen_all(watch.forward_begins)
 
+    @_timed
     def forward_ended(self, output: Any) -> None:
         """An evaluation forward is read when it ends, since no step will come to read it."""
         watch = self._watch
@@ -82,6 +101,7 @@ class Loop:
 
     # Backward: every one in the process; ours is one that changes gradients of ours.
 
+    @_timed
     def backward_begins(self, losses: tuple[Tensor, ...]) -> bool:
         """False for a backward in a thread that has not called this model, while another has: it is not ours."""
         if self._threads and get_ident() not in self._threads:
@@ -113,6 +133,7 @@ class Loop:
         self._watch.micro_batch = 0
         self._watch.grad_norms = None
 
+    @_timed
     def backward_ended(self) -> None:
         """Measure the gradients, if this backward was ours."""
         watch, loss = self._watch, self._loss
@@ -145,6 +166,7 @@ class Loop:
 
     # Optimizers.
 
+    @_timed
     def step_begins(self, index: int, *, closure: bool) -> None:
         """Read and judge before anything changes; with a closure the gradients come later, from inside the step."""
         self._open[index] += 1
@@ -164,6 +186,7 @@ class Loop:
                 self._scaler_use.put(watch.ledger, index, self._gradients.now())
             self._judge_before(index)
 
+    @_timed
     def closure_ended(self, index: int) -> None:
         """The first evaluation of a closure is where the step starts from."""
         if self._observed is None:
@@ -184,6 +207,7 @@ class Loop:
         self._open[index], self._observed = 0, None
         self._end_step()
 
+    @_timed
     def step_ended(self, index: int) -> None:
         """Measure what the step has done."""
         if self._open[index] > 1 and is_part_of_another(self._watch.optimizers[index]):
@@ -239,6 +263,7 @@ class Loop:
             self.blind_spots.scaler_called()
             self._scaler_use.scaler_steps(index, self._gradients.now())
 
+    @_timed
     def scaler_stepped(self, optimizer: Any) -> None:
         """If none of our steps began in between, the scaler has skipped it."""
         index = self._own(optimizer)

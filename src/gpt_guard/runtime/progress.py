@@ -32,6 +32,8 @@ class Progress:
         self.clipped = 0
         self.finished = 0
         self.inspected: dict[str, Any] = {}
+        # Of each stretch, the seconds that watching took, and all of them.
+        self.costs: list[tuple[float, float]] = []
         self.first_loss: float | None = None
         self.last_loss: float | None = None
         self.lr_min: float | None = None
@@ -85,8 +87,13 @@ class Progress:
             "grad_norm_max": self._norm_max,
             "clipped_share": self.clipped / self.finished if self.finished else None,
             "skipped_steps": self.skipped,
+            "watch_cost": self._watch_cost(),
             **self.inspected,
         }
+
+    def _watch_cost(self) -> float | None:
+        spent, passed = (sum(column) for column in zip(*self.costs, strict=True)) if self.costs else (0.0, 0.0)
+        return spent / passed if passed and self.finished else None
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run goes on counting from; plain numbers."""

@@ -73,6 +73,7 @@ class Session:
         self.guards = GuardRunner(guards, dispatch.submit)
         self.loop = Loop(watch, self.guards, dispatch, progress)
         self._patches = patches(scaler)
+        self._began = time.perf_counter()
 
     def open(self) -> None:
         """Begin to watch; on any failure everything is as it was."""
@@ -86,6 +87,7 @@ class Session:
     def _attach(self) -> None:
         watch, loop, undo = self.watch, self.loop, self._undo.append
         self._began = time.perf_counter()
+        self._progress.costs.append((0.0, 0.0))
         undo(watch.tap.close)
         if self._replayer is not None:
             undo(self._replayer.close)
@@ -116,6 +118,12 @@ class Session:
         """What cannot be seen in this stretch; empty means that everything asked for is watched."""
         return self.loop.blind_spots.blind_spots() + self.guards.blind_spots()
 
+    def note_cost(self) -> None:
+        """Note what watching has taken of this stretch so far: what runs at its moments and in its hooks."""
+        watch = self.watch
+        spent = self.loop.spent + watch.tap.spent + watch.inspection.listened
+        self._progress.costs[-1:] = [(spent, time.perf_counter() - self._began)]
+
     def _note_inspection(self) -> None:
         self._progress.inspected = self.watch.inspection.facts()
 
@@ -133,6 +141,7 @@ class Session:
     def finish(self) -> None:
         """Complete what still waits, let the guards speak at the end, and say what was never seen."""
         self._note_inspection()
+        self.note_cost()
         self.loop.finish()
         # A run that is cut short has not had its chance to be seen.
         if not self._dispatch.quiet:

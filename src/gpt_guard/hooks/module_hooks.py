@@ -69,6 +69,8 @@ class ModuleHooks:
         self.untested: dict[int, list[weakref.ref[Tensor]]] = {}
         self.unwatched: set[str] = set()
         self.calls = 0
+        # Whether each module's output is tested, not only what the model itself returns.
+        self.insides_watched = False
         self.last: Callable[[], Any] = _nothing
         self.last_version = 0
         # Seconds that the hooks on single modules have taken.
@@ -100,6 +102,7 @@ class ModuleHooks:
         if self._suspect is not None:
             raise GuardUsageError("module outputs are watched already: give one FiniteGuard, not two")
         self._suspect = suspect
+        self.insides_watched = modules
         patterns = tuple(ignore)
         self.unwatched.update(idle_patterns(patterns, [path for path, _ in self.model.named_modules()]))
         for index, (path, module) in enumerate(zip(self.names, self.modules, strict=True)):

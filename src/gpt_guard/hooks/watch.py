@@ -132,5 +132,5 @@ class Watch:
             return path, None
 
     def ran(self) -> set[str] | None:
-        """Paths of the modules that returned since the model was last called; None if nobody watches outputs."""
-        return {self.tap.names[index] for index in self.tap.order} if self.tap.watching else None
+        """Paths of the modules that returned since the model was last called; None if nobody watches their outputs."""
+        return {self.tap.names[index] for index in self.tap.order} if self.tap.insides_watched else None

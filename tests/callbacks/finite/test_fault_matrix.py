@@ -243,3 +243,24 @@ def test_the_right_one_is_named_and_nothing_is_updated(fault: Fault, value: floa
     check(caught.value.finding, fault, reads)
     if fault.code != "GG106":
         assert same(run.after, run.before)
+
+
+@pytest.mark.parametrize("reads", ["immediate", "per_step"])
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_without_hooks_on_modules_the_door_is_named_and_nothing_is_updated(
+    fault: Fault, value: float, reads: Reads
+) -> None:
+    run = Run.new()
+    guard = FiniteGuard(modules=False)
+    guardian = Guardian(run.model, run.optimizer, guards=[guard], sinks=[], reads=reads, replay=False)
+    with pytest.raises(NonFiniteError) as caught, guardian, broken(run, fault, value):
+        run.train()
+    found = caught.value.finding
+    assert (found.code, found.step) == (fault.code, STEP), found.seen
+    if fault.code == "GG101":
+        assert (found.module, found.position) == ("", "output")
+    if fault.parameter is not None:
+        assert found.parameter == fault.parameter
+    if fault.code != "GG106":
+        assert same(run.after, run.before)

@@ -122,7 +122,7 @@ def bad_gradient(
     likely = list(_likely(tensor, steps, alone=not others))
     return finding(
         "GG104",
-        f"The gradient of `{parameter}` {held}; loss and module outputs were finite.{also}{named}",
+        f"The gradient of `{parameter}` {held}; loss and {_outputs(watch)} were finite.{also}{named}",
         likely=likely,
         unlikely=["half_overflow"] if no_half(watch, loss) else (),
         shown=likely[:1] if likely[0] not in _VAGUE else (),
@@ -162,7 +162,7 @@ def changed_before_step(
     plural = "s are" if len(others) > 1 else " is"
     also = f" {len(others)} other gradient{plural} non-finite too." if others else " All other gradients are finite."
     unscaled = (
-        "It was finite after backward(), and so were loss and module outputs."
+        f"It was finite after backward(), and so were loss and {_outputs(watch)}."
         if seen
         else "The loop has not called backward(): the gradient was put there by hand, as torch.autograd.grad gives it."
     )
@@ -186,6 +186,10 @@ def changed_before_step(
         guard=GUARD,
         **here,
     )
+
+
+def _outputs(watch: Watch) -> str:
+    return "module outputs" if watch.tap.insides_watched or not watch.tap.watching else "the model's output"
 
 
 def _class_of(watch: Watch, module: str) -> str | None:

@@ -112,7 +112,9 @@ class FiniteGuard(Guard):
 
     def blind_spots(self) -> Iterable[str]:
         """Ignored modules and tensors of a kind that cannot be tested."""
-        return sorted(self.watch.tap.unwatched)
+        doors_only = self.outputs and not self.modules
+        insides = ["the inside of the model: only what it returns is tested (modules=False)"] if doors_only else []
+        return insides + sorted(self.watch.tap.unwatched)
 
     def _forward_begins(self) -> None:
         self._reported.begin()

@@ -85,7 +85,8 @@ def loss_outside(
     why: str | None = None,
 ) -> Finding:
     """The loss is bad although everything was finite that the model was seen to give out; `why` not all of it was."""
-    outside = "Every watched module output was finite: the code between the model's output and backward() made it."
+    outputs = "Every watched module output" if watch.tap.insides_watched else "The model's output"
+    outside = f"{outputs} was finite: the code between the model's output and backward() made it."
     return _bad_loss(
         watch,
         f"The loss that backward() was called on is {value}.",
@@ -221,6 +222,8 @@ def hidden_from(watch: Watch, *, late: bool = False) -> Hidden | None:
     # A second backward may go through a forward that was seen before the first.
     if not (late or watch.forwards or watch.since_step) and (tap.calls or not tap.order):
         return Hidden([""], "No call of the model was seen before this backward")
+    if not tap.calls and not tap.insides_watched:
+        return Hidden([""], "Only what the model itself returns is watched, as asked, and it was not called")
     if not tap.calls and (paths := compiled + ignored):
         return Hidden(paths, f"What goes on inside of {listed(paths)} is not seen")
     return None

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.checks.checkpoint.lost import unsaved
+from gpt_guard.checks.checkpoint.reload import unsaved_tensors
 from gpt_guard.checks.runner.run import check
 
 from ..mini_project import Base, C, T, ask, ask_about, line, mini
@@ -213,7 +213,7 @@ def test_what_is_not_saved_is_found_and_named(kind: type[Base], name: str, cause
 @pytest.mark.parametrize("kind", [InAList, PlainTensor])
 def test_without_a_way_to_build_the_model_unsaved_tensors_are_found_all_the_same(kind: type[Base]) -> None:
     model = kind()
-    hidden = [tensor for tensors in unsaved(model).values() for tensor in tensors]
+    hidden = [tensor for tensors in unsaved_tensors(model).values() for tensor in tensors]
     before = [tensor.clone() for tensor in hidden]
     (finding,) = line(ask(model), "save and load").findings
     assert finding.code == "GG720"

@@ -23,13 +23,11 @@ from gpt_guard.checkpoint.fingerprint import (
 from gpt_guard.checkpoint.fingerprint.record import tokenizer_finding
 from gpt_guard.checkpoint.read import Stored
 from gpt_guard.checkpoint.reporter import Reporter
-from gpt_guard.checkpoint.weights import copy_weights, fit_weights
+from gpt_guard.checks.checkpoint.reload import eval_logits, load_weights
 from gpt_guard.checks.runner.base import Subject
-from gpt_guard.checks.runner.forms import in_form_of, logits_of, plain_device
+from gpt_guard.checks.runner.forms import in_form_of, plain_device
 from gpt_guard.errors import CheckpointError, GuardUsageError
-from gpt_guard.hooks.isolation.eval_no_grad import quiet
 from gpt_guard.hooks.isolation.preserve import preserved
-from gpt_guard.hooks.isolation.random_state import seed_all
 from gpt_guard.hooks.isolation.tolerance import difference, rounding
 from gpt_guard.records import Finding, Severity
 
@@ -64,10 +62,10 @@ def same_answers(stored: Stored, subject: Subject, x: Tensor | None) -> bool | N
     if other is None:
         return None
     with preserved(bare):
-        answers = [_answer(one, stored, x, subject.seed) for one in (bare, in_form_of(other, bare))]
-    here, there = answers
-    if here is None or there is None:
-        return None
+        try:
+            here, there = (_answer(each, stored, x, subject.seed) for each in (bare, in_form_of(other, bare)))
+        except CheckpointError:
+            return None
     if here.shape != there.shape:
         return False
     return bool(difference(plain_device(here), plain_device(there)).max() <= rounding(here))
@@ -78,17 +76,11 @@ def fingerprint_findings(stored: Stored, subject: Subject) -> tuple[list[str], l
 
     A digest of the tokenizer that a script made in a way of its own cannot be compared here.
     """
-    voice = Reporter(lambda found: None)
+    reporter = Reporter(lambda found: None)
     agreed = verify(
-        stored,
-        voice,
-        tokenizer=None,
-        config=None,
-        config_given=False,
-        fingerprint=Fingerprint(),
-        ignore_config=(),
+        stored, reporter, tokenizer=None, config=None, config_given=False, fingerprint=Fingerprint(), ignore_config=()
     )
-    parts, found = [*agreed], list(voice.findings)
+    parts, found = [*agreed], list(reporter.findings)
     theirs, tokenizer = stored.stamp.parts.get("tokenizer"), subject.tokenizer
     if tokenizer is None or theirs is None:
         return parts, found
@@ -123,12 +115,6 @@ def _built(stored: Stored, model: nn.Module, config: Any) -> Iterator[nn.Module]
             yield way()
 
 
-def _answer(model: nn.Module, stored: Stored, x: Tensor, seed: int) -> Tensor | None:
-    voice = Reporter(lambda found: None)
-    try:
-        copy_weights(model, fit_weights(model, stored, None, True, voice), stored, True, voice)
-    except CheckpointError:
-        return None
-    seed_all(seed)
-    with quiet(model):
-        return logits_of(model, x)
+def _answer(model: nn.Module, stored: Stored, x: Tensor, seed: int) -> Tensor:
+    load_weights(model, stored)
+    return eval_logits(model, x, seed)

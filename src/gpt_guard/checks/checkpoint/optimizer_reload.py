@@ -20,8 +20,6 @@ from gpt_guard.checks.runner.forward import loss_of
 from gpt_guard.hooks.optimizer import unwrap as plain_optimizers
 from gpt_guard.records import Finding
 
-_Entries = dict[tuple[str, str], Any]
-
 
 def with_state(subject: Subject) -> str | None:
     """Make one step where the optimizer has no state yet; return why that cannot be, or None.
@@ -29,8 +27,7 @@ def with_state(subject: Subject) -> str | None:
     Changes the model and the optimizer: keep both.
     """
     model, optimizer = subject.model, subject.optimizer
-    assert model is not None, "the stage asks for both first"
-    assert optimizer is not None, "the stage asks for both first"
+    assert model is not None and optimizer is not None, "asked in run()"  # noqa: PT018 - no test
     if optimizer.state:
         return None
     if subject.inputs is None:
@@ -82,7 +79,7 @@ def file_misfit(stored: Stored, model: nn.Module, optimizer: Optimizer) -> Findi
     return None
 
 
-def _entries(optimizer: Optimizer) -> _Entries:
+def _entries(optimizer: Optimizer) -> dict[tuple[str, str], Any]:
     """Each entry by the place of its parameter; tensors are copied, for loading may write into them."""
     places = {
         id(parameter): f"parameter {place} of group {index}"
@@ -97,7 +94,7 @@ def _entries(optimizer: Optimizer) -> _Entries:
     }
 
 
-def _changes(optimizer: Optimizer, before: _Entries) -> Iterator[Finding]:
+def _changes(optimizer: Optimizer, before: dict[tuple[str, str], Any]) -> Iterator[Finding]:
     after, kind = _entries(optimizer), type(optimizer).__name__
     for (where, key), old in before.items():
         new = after.get((where, key))

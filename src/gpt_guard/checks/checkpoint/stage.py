@@ -109,15 +109,15 @@ class CheckpointStage(Stage):
 
     def _fits(self, model: nn.Module, stored: Stored, subject: Subject) -> CheckResult:
         title, expected = "fits the model", "every name and shape"
-        voice = Reporter(lambda found: None)
+        reporter = Reporter(lambda found: None)
         try:
-            found = fit_weights(unwrap(model), stored, config_of(subject), True, voice)
+            found = fit_weights(unwrap(model), stored, config_of(subject), True, reporter)
         except CheckpointError as error:
             lists = error.finding.evidence
             counts = {"missing": "missing", "unexpected": "unexpected", "sizes": "of another size"}
-            told = [f"{len(lists[key])} {word}" for key, word in counts.items() if lists.get(key)]  # type: ignore[arg-type]  # lists and dicts by fit_weights
-            return self.failed(title, ", ".join(told) or "it does not", expected, error.finding)
-        return self.passed(title, f"{found.total} of {found.total} names", expected, notes=voice.findings)
+            measured = [f"{len(lists[key])} {word}" for key, word in counts.items() if lists.get(key)]  # type: ignore[arg-type]  # lists and dicts by fit_weights
+            return self.failed(title, ", ".join(measured) or "it does not", expected, error.finding)
+        return self.passed(title, f"{found.total} of {found.total} names", expected, notes=reporter.findings)
 
     def _config(self, stored: Stored, subject: Subject, fits: bool) -> Iterator[CheckResult]:
         title, expected = "config", "the saved one, or one that changes no answer"

@@ -127,16 +127,18 @@ class CheckpointStage(Stage):
         if not changes:
             yield self.passed(title, "as saved", expected)
             return
-        told = ", ".join(f"{printable(key)} was {printable(a)}, is {printable(b)}" for key, (a, b) in changes.items())
+        changed = ", ".join(
+            f"{printable(key)} was {printable(a)}, is {printable(b)}" for key, (a, b) in changes.items()
+        )
         found = config_finding(f"config of the checkpoint {stored.path}", changes)
         same = same_answers(stored, subject, self._ids(subject))
         if same:
-            yield self.passed(title, f"{told}: the same logits", expected)
+            yield self.passed(title, f"{changed}: the same logits", expected)
         elif same is None:
             note = found.model_copy(update={"severity": Severity.WARNING})
-            yield self.passed(title, f"{told}: no model could be built to compare", expected, notes=[note])
+            yield self.passed(title, f"{changed}: no model could be built to compare", expected, notes=[note])
         else:
-            yield self.failed(title, f"{told}: other logits", expected, found)
+            yield self.failed(title, f"{changed}: other logits", expected, found)
 
     def _reload(self, subject: Subject) -> CheckResult:
         title = "save and load"

@@ -234,13 +234,13 @@ def _cuts(model: nn.Module, found: Search, kinds: Mapping[str, str]) -> str:
     for path in found.calls.order:
         if path in cut:
             places[_next_alive(model, found, path)] = path  # the last one before each module that is alive
-    told = [
+    ends = [
         f"between `{before or 'the model itself'}` and `{after}`"
         if after
         else f"after `{before or 'the model itself'}`"
         for after, before in places.items()
     ]
-    return f" The graph ends {', '.join(told[:3])}{', ...' if len(told) > 3 else ''}." if told else ""
+    return f" The graph ends {', '.join(ends[:3])}{', ...' if len(ends) > 3 else ''}." if ends else ""
 
 
 def _next_alive(model: nn.Module, found: Search, path: str) -> str | None:

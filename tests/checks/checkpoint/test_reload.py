@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from gpt_guard.checks.checkpoint.reload import unsaved_tensors
 from gpt_guard.checks.runner.run import check
 
-from ..mini_project import Base, C, T, ask, ask_about, line, mini
 from ..variants import HEALTHY, asked
+from .mini_project import Base, C, Rope, ask, ask_about, line, mini
 
 # --- healthy models
 
@@ -24,18 +24,6 @@ class Tied(Base):
     def __init__(self) -> None:
         super().__init__()
         self.head.weight = self.tokens.weight
-
-
-class Rope(Base):
-    angles: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("angles", torch.outer(torch.arange(T), torch.arange(C)).cos(), persistent=False)
-        self.register_buffer("mask", torch.full((T, T), -torch.inf).triu(1))
-
-    def middle(self, x: Tensor) -> Tensor:
-        return x * self.angles[: x.size(1)]
 
 
 class Normed(Base):

@@ -11,29 +11,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpt_guard.catalogue import finding
-from gpt_guard.checkpoint.fingerprint import unwrap
-from gpt_guard.checkpoint.optimizer_state import misfits, parameter_names
-from gpt_guard.checkpoint.read import Stored
-from gpt_guard.checks.runner.base import Subject
+from gpt_guard.checks.gradients.backward import Task
 from gpt_guard.checks.runner.forms import plain_device
-from gpt_guard.checks.runner.forward import loss_of
 from gpt_guard.hooks.optimizer import unwrap as plain_optimizers
 from gpt_guard.records import Finding
 
 
-def with_state(subject: Subject) -> str | None:
+def with_state(model: nn.Module, optimizer: Optimizer, task: Task | None) -> str | None:
     """Make one step where the optimizer has no state yet; return why that cannot be, or None.
 
     Changes the model and the optimizer: keep both.
     """
-    model, optimizer = subject.model, subject.optimizer
-    assert model is not None and optimizer is not None, "asked in run()"  # noqa: PT018 - no test
     if optimizer.state:
         return None
-    if subject.inputs is None:
+    if task is None:
         return "it has no state yet, and there is no batch to make a step with"
     optimizer.zero_grad(set_to_none=True)
-    loss_of(model, *subject.inputs, subject.loss_fn, subject.ignore_index).mean().backward()
+    task.loss(model).backward()
     optimizer.step()
     return None if optimizer.state else f"a {type(optimizer).__name__} keeps no state"
 
@@ -62,21 +56,6 @@ def optimizer_reload(optimizer: Optimizer) -> tuple[int, Finding | None]:
         if (found := next(_changes(one, before), None)) is not None:
             return total, found
     return total, None
-
-
-def file_misfit(stored: Stored, model: nn.Module, optimizer: Optimizer) -> Finding | None:
-    """GG708 where the state in a file is not that of this optimizer: groups, counts, order, shapes, kind."""
-    optimizers = plain_optimizers(optimizer)
-    if len(optimizers) != len(stored.optimizers):
-        seen = f"{stored.path} holds the state of {len(stored.optimizers)} optimizers, {len(optimizers)} are given"
-        return finding("GG708", seen, likely=["groups"])
-    saved, names = stored.stamp.optimizer_parameters, parameter_names(unwrap(model), optimizers)
-    for index, (one, state) in enumerate(zip(optimizers, stored.optimizers, strict=True)):
-        theirs = saved[index] if saved is not None and index < len(saved) else None
-        if clues := misfits(state, theirs, names[index], one):
-            seen = f"{type(one).__name__}: {'; '.join(clue.text for clue in clues)} ({stored.path})"
-            return finding("GG708", seen, likely=[clue.cause for clue in clues])
-    return None
 
 
 def _entries(optimizer: Optimizer) -> dict[tuple[str, str], Any]:

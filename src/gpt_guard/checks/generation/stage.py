@@ -74,7 +74,7 @@ class GenerationStage(Stage):
                     generate = None  # a text of some length cannot be had from it
                 yield result
         yield self._prompts(model, prompts, trained=subject.trained)
-        yield from self._text(subject, text, prompts, generate)
+        yield from self._text(model, subject, text, prompts, generate)
 
     def _prompts(self, model: nn.Module, prompts: Tensor, *, trained: bool) -> CheckResult:
         """Does what it says depend on the prompt, and on more than its last token?
@@ -109,10 +109,13 @@ class GenerationStage(Stage):
         return self.passed(title, measured, expected, notes=notes)
 
     def _text(
-        self, subject: Subject, text: Corpus | None, prompts: Tensor, generate: UserGenerate | None
+        self,
+        model: nn.Module,
+        subject: Subject,
+        text: Corpus | None,
+        prompts: Tensor,
+        generate: UserGenerate | None,
     ) -> Iterator[CheckResult]:
-        model = subject.model
-        assert model is not None, "asked in run()"
         why = _not_judged(subject, text)
         if why is not None or text is None:
             yield self.skipped("repetition and chaos", why or "no data")
@@ -145,7 +148,8 @@ class GenerationStage(Stage):
             sampled = rows[SETTINGS.index(MODERATE)]
             yield self._chaos(baseline, sampled, str(MODERATE), ["leak", "positions", "tokenizer"])
             if generate is not None:
-                yield from self._defaults(subject, generate, prompts, baseline, loops)
+                seed_all(subject.seed)
+                yield from self._defaults(model, generate, prompts, baseline, loops)
 
     def _end(self, losses: HeldOutLosses) -> CheckResult:
         title, expected = "last position", "about the loss inside the rows"
@@ -189,12 +193,9 @@ class GenerationStage(Stage):
         return self.passed(title, measured, expected)
 
     def _defaults(
-        self, subject: Subject, generate: UserGenerate, prompts: Tensor, baseline: CorpusBaseline, loops: list[Loops]
+        self, model: nn.Module, generate: UserGenerate, prompts: Tensor, baseline: CorpusBaseline, loops: list[Loops]
     ) -> Iterator[CheckResult]:
-        model = subject.model
-        assert model is not None, "asked in run()"
         name, count = "generate's defaults", min(TOKENS, 96)
-        seed_all(subject.seed)
         with quiet(model):
             rows = torch.cat([generate(prompts[:2], count)]).cpu()
         if rows.size(1) < count:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt_guard.callbacks.gradients.calls import ModuleCalls
-from gpt_guard.checks.runner.base import LossFunction
+from gpt_guard.checks.runner.base import LossFunction, Subject
 from gpt_guard.checks.runner.forward import loss_of
 from gpt_guard.hooks.autograd_graph.reach import leaves
 from gpt_guard.hooks.gradients import Gradients, exact_norm, total_norm
@@ -80,6 +80,11 @@ class Task:
     y: Tensor
     loss_fn: LossFunction | None = None
     ignore_index: int = -100
+
+    @classmethod
+    def of(cls, subject: Subject) -> Task | None:
+        """The batch of a subject, on its model's device; None where it has none."""
+        return None if subject.inputs is None else cls(*subject.inputs, subject.loss_fn, subject.ignore_index)
 
     def loss(self, model: nn.Module) -> Tensor:
         """The scalar loss of this batch; one that the model left unreduced is averaged."""

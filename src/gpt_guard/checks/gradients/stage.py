@@ -32,10 +32,9 @@ class GradientsStage(Stage):
 
     def run(self, subject: Subject) -> Iterator[CheckResult]:
         """One line each for: in the graph, present, finite, not zero, and nothing trainable outside of the model."""
-        model, inputs = subject.model, subject.inputs
-        if model is None or inputs is None:
+        model, task = subject.model, Task.of(subject)
+        if model is None or task is None:
             return
-        task = Task(*inputs, subject.loss_fn, subject.ignore_index)
         diagnosis = diagnose(model, task, subject.vocab_size, subject.optimizer)
         found = diagnosis.found
         if found is None:

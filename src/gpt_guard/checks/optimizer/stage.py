@@ -43,7 +43,7 @@ class OptimizerStage(Stage):
         if subject.model is None:
             return
         model = unwrap(subject.model)
-        task = Task(*subject.inputs, subject.loss_fn, subject.ignore_index) if subject.inputs is not None else None
+        task = Task.of(subject)
         optimizer: Optimizer | None = innermost(subject.optimizer) if subject.optimizer is not None else None
         if optimizer is None:
             yield self.skipped("parameters in the optimizer", "no optimizer was given")

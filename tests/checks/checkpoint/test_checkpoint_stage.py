@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from gpt_guard.checkpoint import save_checkpoint
 from gpt_guard.checks.checkpoint.stage import CheckpointStage
@@ -16,19 +15,7 @@ from gpt_guard.checks.runner.base import Subject
 from gpt_guard.checks.runner.run import preflight
 from gpt_guard.checks.tokenizer.tokenizers import adapt
 
-from ..mini_project import CONFIG, Base, C, T, V, ask, batch, line, mini
-
-
-class Rope(Base):
-    angles: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("angles", torch.outer(torch.arange(T), torch.arange(C)).cos(), persistent=False)
-        self.register_buffer("mask", torch.full((T, T), -torch.inf).triu(1))
-
-    def middle(self, x: Tensor) -> Tensor:
-        return x * self.angles[: x.size(1)]
+from .mini_project import CONFIG, Base, C, Rope, T, V, ask, batch, line, mini
 
 
 @pytest.fixture

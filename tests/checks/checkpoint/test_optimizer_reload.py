@@ -10,7 +10,7 @@ import torch
 
 from mini_gpt import MiniGPT
 
-from ..mini_project import ask, batch, line, mini
+from .mini_project import ask, batch, line, mini
 
 
 class Hoarder(torch.optim.SGD):

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.checks.checkpoint.lost import unsaved
+from gpt_guard.checks.checkpoint.reload import unsaved_tensors
 from gpt_guard.checks.runner.run import check
 
-from ..mini_project import Base, C, T, ask, ask_about, line, mini
 from ..variants import HEALTHY, asked
+from .mini_project import Base, C, Rope, ask, ask_about, line, mini
 
 # --- healthy models
 
@@ -24,18 +24,6 @@ class Tied(Base):
     def __init__(self) -> None:
         super().__init__()
         self.head.weight = self.tokens.weight
-
-
-class Rope(Base):
-    angles: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("angles", torch.outer(torch.arange(T), torch.arange(C)).cos(), persistent=False)
-        self.register_buffer("mask", torch.full((T, T), -torch.inf).triu(1))
-
-    def middle(self, x: Tensor) -> Tensor:
-        return x * self.angles[: x.size(1)]
 
 
 class Normed(Base):
@@ -213,7 +201,7 @@ def test_what_is_not_saved_is_found_and_named(kind: type[Base], name: str, cause
 @pytest.mark.parametrize("kind", [InAList, PlainTensor])
 def test_without_a_way_to_build_the_model_unsaved_tensors_are_found_all_the_same(kind: type[Base]) -> None:
     model = kind()
-    hidden = [tensor for tensors in unsaved(model).values() for tensor in tensors]
+    hidden = [tensor for tensors in unsaved_tensors(model).values() for tensor in tensors]
     before = [tensor.clone() for tensor in hidden]
     (finding,) = line(ask(model), "save and load").findings
     assert finding.code == "GG720"

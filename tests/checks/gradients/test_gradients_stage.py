@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpt_guard.checks.gradients.backward import Task, gradient_norms
-from gpt_guard.checks.gradients.gradient_diagnosis import diagnose
+from gpt_guard.checks.gradients.diagnosis import diagnose
 from gpt_guard.checks.gradients.stage import GradientsStage
 from gpt_guard.checks.runner.base import Subject
 from gpt_guard.checks.runner.run import preflight

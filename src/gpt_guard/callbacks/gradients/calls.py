@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -15,20 +16,53 @@ from gpt_guard.hooks.tensors import walk
 from gpt_guard.hooks.watch import Watch
 
 
-class CallLog:
+class ModuleCalls:
+    """Paths of the modules that were called with gradients enabled, and without, in order of their first call.
+
+    `order` holds both. Recomputation by activation checkpointing counts: with the reentrant kind, it is the only call
+    that builds a graph.
+    """
+
+    def __init__(self) -> None:
+        self.order: dict[str, None] = {}
+        self.recorded: dict[str, None] = {}
+        self.unrecorded: dict[str, None] = {}
+        self._handles: list[Any] = []
+
+    def listen(self, modules: Iterable[tuple[str, nn.Module]]) -> Self:
+        """Note the calls of these modules, each with its path, until `close`."""
+        for path, module in modules:
+            self._handles.append(Uncopiable(module.register_forward_pre_hook(_CallHook(self, path, module))))
+        return self
+
+    def close(self) -> None:
+        """Take the hooks away; what was noted stays. May run twice."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def merge(self, other: ModuleCalls) -> None:
+        """Add what another pass called."""
+        self.order |= other.order
+        self.recorded |= other.recorded
+        self.unrecorded |= other.unrecorded
+
+    def note(self, path: str, args: Any) -> None:
+        """A module is called."""
+        self.order.setdefault(path)
+        (self.recorded if torch.is_grad_enabled() else self.unrecorded).setdefault(path)
+
+
+class CallLog(ModuleCalls):
     """Pre-forward hooks on the modules that hold trainable parameters of their own, for a few steps only.
 
-    `recorded` and `unrecorded` hold the paths of the modules that were called with and without gradients enabled, in
-    order of their first call. Recomputation by activation checkpointing counts: with the reentrant kind, it is the
-    only call that builds a graph, and `reentrant` holds the paths that it ran. `reach` holds all paths whose calls can
-    be seen: none inside a compiled module.
+    `reentrant` holds the paths that a reentrant checkpoint ran, `reach` all paths whose calls can be seen: none inside
+    a compiled module.
 
     Of a ModuleList some of whose members are never called, `chained` tells whether the others run one after another.
     """
 
     def __init__(self, watch: Watch) -> None:
-        self.recorded: dict[str, None] = {}
-        self.unrecorded: dict[str, None] = {}
+        super().__init__()
         self.reentrant: set[str] = set()
         self.reach = frozenset(watch.tap.names)
         self._watch = watch
@@ -36,28 +70,21 @@ class CallLog:
         self._counts: dict[str, list[int]] = {}
         self._pairs: dict[str, str] = {}
         self._chains: set[str] = set()
-        self._handles: list[Any] = []
         watch.forward_begins.append(self._forward_begins)
-        for path, module in zip(watch.tap.names, watch.tap.modules, strict=True):
-            if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
-                self._handles.append(Uncopiable(module.register_forward_pre_hook(_CallHook(self, path, module))))
+        self.listen(
+            (path, module)
+            for path, module in zip(watch.tap.names, watch.tap.modules, strict=True)
+            if any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        )
 
     def close(self) -> None:
-        """Take the hooks away; what was noted stays. May run twice."""
-        while self._handles:
-            self._handles.pop().remove()
+        super().close()
         if self._forward_begins in self._watch.forward_begins:
             self._watch.forward_begins.remove(self._forward_begins)
 
-    @property
-    def muted(self) -> bool:
-        """Whether the model is being called by gpt_guard itself."""
-        return self._watch.inspection.functions.muted
-
     def ran(self, path: str) -> bool:
         """Whether the module at this path, or one inside it, was called with a graph."""
-        inside = path + "."
-        return any(called == path or called.startswith(inside) for called in self.recorded)
+        return within(path, self.recorded)
 
     def chained(self, container: str, *, least: int) -> bool:
         """Whether a list of layers runs as a chain that leaves a member out: no router, no stochastic depth.
@@ -102,8 +129,14 @@ class CallLog:
         return next(at for at, called in enumerate(self.recorded) if called == member or called.startswith(inside))
 
     def note(self, path: str, args: Any) -> None:
-        """A module is called with gradients enabled."""
-        self.recorded.setdefault(path)
+        """A module is called by the loop; a call of gpt_guard's own, to look at the model, does not count."""
+        if torch.compiler.is_compiling() or self._watch.inspection.functions.muted:
+            return
+        super().note(path, args)
+        if not torch.is_grad_enabled():
+            if path not in self.reentrant and runs_in(CheckpointFunction.forward.__code__):
+                self.reentrant.add(path)
+            return
         entry = self._counts.setdefault(path, [0, 0])
         if entry[0] != self._forwards:
             entry[:] = [self._forwards, entry[1] + 1]
@@ -118,17 +151,17 @@ class CallLog:
 class _CallHook(Uncopied):
     """Acts for its own module only."""
 
-    def __init__(self, log: CallLog, path: str, module: nn.Module) -> None:
-        self._log = log
+    def __init__(self, calls: ModuleCalls, path: str, module: nn.Module) -> None:
+        self._calls = calls
         self._path = path
         self._module = module
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        # A call of gpt_guard's own, to look at the model, is none of the loop's.
-        if module is self._module and not torch.compiler.is_compiling() and not self._log.muted:
-            if torch.is_grad_enabled():
-                self._log.note(self._path, args)
-                return
-            self._log.unrecorded.setdefault(self._path)
-            if self._path not in self._log.reentrant and runs_in(CheckpointFunction.forward.__code__):
-                self._log.reentrant.add(self._path)
+        if module is self._module:
+            self._calls.note(self._path, args)
+
+
+def within(path: str, called: Iterable[str]) -> bool:
+    """Whether the module at this path, or one inside it, is among the called ones."""
+    inside = path + "."
+    return any(each == path or each.startswith(inside) for each in called)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -17,7 +17,7 @@ _SHOWN = 6
 # More steps than `first` to be sure that a list is no router and no stochastic depth.
 _SURER = 2
 
-_SENTENCES = {
+SENTENCES = {
     "graph_cut": "ran with gradients enabled, but nothing it computed reached the loss through the graph",
     "unused_parameter": "ran, and other parameters in it got a gradient",
     "no_grad": "ran only with gradients disabled",
@@ -159,14 +159,10 @@ class MissingGradients:
         kinds = {name: self._kind(name, owners) for name in names}
         counts = Counter(kinds.values())
         trainable = sum(p.requires_grad for p in self._watch.held_by(index).values())
-        why = " ".join(
-            f"{_example(kinds, kind)} {_SENTENCES[kind]}{f' ({count} parameters)' if count > 1 else ''}."
-            for kind, count in counts.most_common()
-        )
         return finding(
             "GG202",
             f"{len(names)} of {trainable} trainable parameters got no gradient in any of the first {steps} steps: "
-            f"{shown(names)}. {why}{self._cut_place(kinds, owners)}",
+            f"{shown(names)}. {reasons(kinds)}{self._cut_place(kinds, owners)}",
             likely=_likely(counts),
             severity=severity,
             step=seen.step,
@@ -188,7 +184,7 @@ class MissingGradients:
         order = [path for path in called if path in cut]
         if not order:
             return ""
-        after = next((path for path in called[called.index(order[-1]) + 1 :] if path in owners), None)
+        after = next_of(owners, called, order[-1])
         if after is None:
             return ""
         return f" The last of them to be called is `{order[-1]}`; the next module that got a gradient is `{after}`."
@@ -200,19 +196,28 @@ def _likely(counts: Counter[str]) -> list[str]:
     return [_CAUSES.get(kind, kind) for kind in kinds if kind != "unknown"]
 
 
-def _example(kinds: dict[str, str], kind: str) -> str:
-    name = next(name for name, own in kinds.items() if own == kind)
-    return f"The module of `{name}`"
+def next_of(wanted: Container[str], called: Sequence[str], path: str) -> str | None:
+    """The first of the wanted modules that was called after this one."""
+    return next((later for later in called[called.index(path) + 1 :] if later in wanted), None)
 
 
-def shown(names: Iterator[str] | list[str] | dict[str, float | None]) -> str:
+def reasons(kinds: Mapping[str, str], sentences: Mapping[str, str] = SENTENCES) -> str:
+    """A sentence for each kind of missing gradient, the most frequent first, with a parameter of it by name."""
+    return " ".join(
+        f"The module of `{next(name for name, own in kinds.items() if own == kind)}` {sentences[kind]}"
+        f"{f' ({count} parameters)' if count > 1 else ''}."
+        for kind, count in Counter(kinds.values()).most_common()
+    )
+
+
+def shown(names: Iterable[str], most: int = _SHOWN) -> str:
     """The first few names, and how many more there are."""
     listed = list(names)
-    more = len(listed) - _SHOWN
-    return ", ".join(listed[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    more = len(listed) - most
+    return ", ".join(listed[:most]) + (f" and {more} more" if more > 0 else "")
 
 
-def common_path(names: list[str]) -> str:
+def common_path(names: Iterable[str]) -> str:
     """The path of the innermost module that holds all of these parameters; "" is the model itself."""
     split = [name.split(".")[:-1] for name in names]
     common: list[str] = []

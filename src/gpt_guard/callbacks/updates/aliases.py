@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpt_guard.callbacks.updates.param_plan import listed
@@ -21,21 +21,37 @@ def aliases(watch: Watch, optimizer: Optimizer) -> Iterator[Finding]:
     yield from _on_one_storage(watch, optimizer)
 
 
+def held_twice(optimizer: Optimizer) -> list[Tensor]:
+    """The tensors that stand more than once in the parameter groups."""
+    held = {id(tensor): tensor for group in optimizer.param_groups for tensor in group["params"]}
+    counts = Counter(id(tensor) for group in optimizer.param_groups for tensor in group["params"])
+    return [tensor for key, tensor in held.items() if counts[key] > 1]
+
+
+def tied_names(model: nn.Module) -> dict[int, list[str]]:
+    """All names of each parameter that has several, by the parameter's id."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {key: several for key, several in names.items() if len(several) > 1}
+
+
+def twice_cause(twice: Iterable[Tensor], ties: Container[int]) -> str:
+    """Why tensors stand twice in an optimizer: listed under each of their names, or by groups that overlap."""
+    return "tied" if any(id(tensor) in ties for tensor in twice) else "groups_overlap"
+
+
 def _twice(watch: Watch, optimizer: Optimizer) -> Iterator[Finding]:
-    everything = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    counts = Counter(map(id, everything))
-    if len(counts) == len(everything):
+    tensors = held_twice(optimizer)
+    if not tensors:
         return
-    names = {id(tensor): watch.name_of(tensor) or "a tensor added later" for tensor in everything}
-    twice = [names[key] for key, count in counts.items() if count > 1]
-    paths: Counter[int] = Counter(id(tensor) for _, tensor in watch.model.named_parameters(remove_duplicate=False))
-    tied = any(counts[key] > 1 and paths[key] > 1 for key in counts)
+    twice = [watch.name_of(tensor) or "a tensor added later" for tensor in tensors]
     path, kind = watch.owner_of(twice[0])
     yield finding(
         "GG320",
         f"{len(twice)} parameter{'s stand' if len(twice) > 1 else ' stands'} more than once in the parameter groups of "
         f"{type(optimizer).__name__}: {listed(twice)}.",
-        likely=["tied" if tied else "groups_overlap"],
+        likely=[twice_cause(tensors, tied_names(watch.model))],
         step=watch.step,
         moment=Moment.AFTER_STEP,
         module=path,

@@ -19,9 +19,14 @@ from gpt_guard.records.render import learning_rate, learning_rates, number
 
 # State that Adam-like optimizers keep: with it, an element moves by about lr whatever the size of its gradient.
 _ADAPTIVE = frozenset({"exp_avg", "exp_avg_sq", "exp_inf", "square_avg", "sum"})
-_HALF_BYTES = 2
+HALF_BYTES = 2
 # Share of the trainable elements; in a GPT the gains of all normalisation layers are well below it.
-_WORTH_SAYING = 0.05
+WORTH_SAYING = 0.05
+
+
+def half_spacing(dtype: torch.dtype, magnitude: float) -> float:
+    """The largest change of a value of this size that rounding to the nearest undoes: |w| * eps / 2."""
+    return magnitude * torch.finfo(dtype).eps / 2
 
 
 @dataclass(frozen=True)
@@ -47,8 +52,8 @@ class Facts:
         return self.lr[name] * norm / math.sqrt(tensor.numel())
 
     def half_spacing(self, name: str, magnitude: float) -> float:
-        """The largest change of a value of this size that rounding to the nearest undoes: |w| * eps / 2."""
-        return magnitude * torch.finfo(self.tensors[name].dtype).eps / 2
+        """`half_spacing` in the dtype of this parameter."""
+        return half_spacing(self.tensors[name].dtype, magnitude)
 
     def rounds_away(self, name: str, verdict: Verdict) -> bool:
         """Whether the wanted update is smaller than what rounding undoes."""
@@ -59,7 +64,7 @@ class Facts:
 
         It does so with the gains of normalisation layers, which are near 1, in most runs in bfloat16.
         """
-        few = self.elements(names) < _WORTH_SAYING * self.elements(self.tensors)
+        few = self.elements(names) < WORTH_SAYING * self.elements(self.tensors)
         return few and all(self.rounds_away(name, verdicts[name]) for name in names)
 
     def elements(self, names: Iterable[str]) -> int:
@@ -68,7 +73,7 @@ class Facts:
 
     def is_half(self, name: str) -> bool:
         """Whether the parameter has 16 bits or fewer."""
-        return self.tensors[name].dtype.itemsize <= _HALF_BYTES
+        return self.tensors[name].dtype.itemsize <= HALF_BYTES
 
     def lone_biases(self, names: Iterable[str]) -> bool:
         """Whether these are all biases whose weight is not among them: usually the loss does not depend on them.

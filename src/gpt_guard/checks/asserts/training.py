@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from gpt_guard.checks.asserts.failed import CheckFailed
 from gpt_guard.checks.gradients.backward import Task
-from gpt_guard.checks.gradients.gradient_diagnosis import frozen_finding
+from gpt_guard.checks.gradients.diagnosis import frozen_finding
 from gpt_guard.checks.gradients.stage import GradientsStage
 from gpt_guard.checks.optimizer.stage import OptimizerStage
 from gpt_guard.checks.overfit.seed_model import Learner, own_learner

@@ -1,4 +1,4 @@
-"""Does a checkpoint belong to this model and tokenizer: its config and its digests against what is in use."""
+"""Does a checkpoint belong to what is in use: its config, its digests and its optimizer state against those here."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gpt_guard.catalogue import finding
 from gpt_guard.checkpoint.belongs import model_config, verify
@@ -21,16 +22,16 @@ from gpt_guard.checkpoint.fingerprint import (
     unwrap,
 )
 from gpt_guard.checkpoint.fingerprint.record import tokenizer_finding
+from gpt_guard.checkpoint.optimizer_state import misfits, parameter_names
 from gpt_guard.checkpoint.read import Stored
 from gpt_guard.checkpoint.reporter import Reporter
-from gpt_guard.checkpoint.weights import copy_weights, fit_weights
+from gpt_guard.checks.checkpoint.reload import eval_logits, load_weights
 from gpt_guard.checks.runner.base import Subject
-from gpt_guard.checks.runner.forms import in_form_of, logits_of, plain_device
+from gpt_guard.checks.runner.forms import in_form_of, plain_device
 from gpt_guard.errors import CheckpointError, GuardUsageError
-from gpt_guard.hooks.isolation.eval_no_grad import quiet
 from gpt_guard.hooks.isolation.preserve import preserved
-from gpt_guard.hooks.isolation.random_state import seed_all
 from gpt_guard.hooks.isolation.tolerance import difference, rounding
+from gpt_guard.hooks.optimizer import unwrap as plain_optimizers
 from gpt_guard.records import Finding, Severity
 
 
@@ -51,23 +52,20 @@ def differing(stored: Stored, subject: Subject) -> dict[str, tuple[Any, Any]] | 
     return config_changes(config_dict(stored.config), now)
 
 
-def same_answers(stored: Stored, subject: Subject, x: Tensor | None) -> bool | None:
+def same_answers(stored: Stored, model: nn.Module, config: Any, x: Tensor | None, seed: int) -> bool | None:
     """Whether the checkpoint's weights give the same logits in a model of the saved config as in the one in use.
 
     None where no model can be built from the saved config. The model in use gets the weights for a moment.
     """
-    model = subject.model
-    if model is None or x is None:
-        return None
     bare = unwrap(model)
-    other = next(_built(stored, bare, subject.config), None)
-    if other is None:
+    other = next(_built(stored, bare, config), None) if x is not None else None
+    if other is None or x is None:
         return None
     with preserved(bare):
-        answers = [_answer(one, stored, x, subject.seed) for one in (bare, in_form_of(other, bare))]
-    here, there = answers
-    if here is None or there is None:
-        return None
+        try:
+            here, there = (_answer(each, stored, x, seed) for each in (bare, in_form_of(other, bare)))
+        except CheckpointError:
+            return None
     if here.shape != there.shape:
         return False
     return bool(difference(plain_device(here), plain_device(there)).max() <= rounding(here))
@@ -78,17 +76,11 @@ def fingerprint_findings(stored: Stored, subject: Subject) -> tuple[list[str], l
 
     A digest of the tokenizer that a script made in a way of its own cannot be compared here.
     """
-    voice = Reporter(lambda found: None)
+    reporter = Reporter(lambda found: None)
     agreed = verify(
-        stored,
-        voice,
-        tokenizer=None,
-        config=None,
-        config_given=False,
-        fingerprint=Fingerprint(),
-        ignore_config=(),
+        stored, reporter, tokenizer=None, config=None, config_given=False, fingerprint=Fingerprint(), ignore_config=()
     )
-    parts, found = [*agreed], list(voice.findings)
+    parts, found = [*agreed], list(reporter.findings)
     theirs, tokenizer = stored.stamp.parts.get("tokenizer"), subject.tokenizer
     if tokenizer is None or theirs is None:
         return parts, found
@@ -107,6 +99,21 @@ def fingerprint_findings(stored: Stored, subject: Subject) -> tuple[list[str], l
     return parts, found
 
 
+def file_misfit(stored: Stored, model: nn.Module, optimizer: Optimizer) -> Finding | None:
+    """GG708 where the state in a file is not that of this optimizer: groups, counts, order, shapes, kind."""
+    optimizers = plain_optimizers(optimizer)
+    if len(optimizers) != len(stored.optimizers):
+        seen = f"{stored.path} holds the state of {len(stored.optimizers)} optimizers, {len(optimizers)} are given"
+        return finding("GG708", seen, likely=["groups"])
+    saved, names = stored.stamp.optimizer_parameters, parameter_names(unwrap(model), optimizers)
+    for index, (one, state) in enumerate(zip(optimizers, stored.optimizers, strict=True)):
+        theirs = saved[index] if saved is not None and index < len(saved) else None
+        if clues := misfits(state, theirs, names[index], one):
+            seen = f"{type(one).__name__}: {'; '.join(clue.text for clue in clues)} ({stored.path})"
+            return finding("GG708", seen, likely=[clue.cause for clue in clues])
+    return None
+
+
 def _built(stored: Stored, model: nn.Module, config: Any) -> Iterator[nn.Module]:
     """Models of the same class from the saved settings, in the ways that constructors commonly take them."""
     saved = dict(stored.config or {})
@@ -123,12 +130,6 @@ def _built(stored: Stored, model: nn.Module, config: Any) -> Iterator[nn.Module]
             yield way()
 
 
-def _answer(model: nn.Module, stored: Stored, x: Tensor, seed: int) -> Tensor | None:
-    voice = Reporter(lambda found: None)
-    try:
-        copy_weights(model, fit_weights(model, stored, None, True, voice), stored, True, voice)
-    except CheckpointError:
-        return None
-    seed_all(seed)
-    with quiet(model):
-        return logits_of(model, x)
+def _answer(model: nn.Module, stored: Stored, x: Tensor, seed: int) -> Tensor:
+    load_weights(model, stored)
+    return eval_logits(model, x, seed)

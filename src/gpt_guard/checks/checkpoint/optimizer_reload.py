@@ -11,32 +11,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpt_guard.catalogue import finding
-from gpt_guard.checkpoint.fingerprint import unwrap
-from gpt_guard.checkpoint.optimizer_state import misfits, parameter_names
-from gpt_guard.checkpoint.read import Stored
-from gpt_guard.checks.runner.base import Subject
+from gpt_guard.checks.gradients.backward import Task
 from gpt_guard.checks.runner.forms import plain_device
-from gpt_guard.checks.runner.forward import loss_of
 from gpt_guard.hooks.optimizer import unwrap as plain_optimizers
 from gpt_guard.records import Finding
 
-_Entries = dict[tuple[str, str], Any]
 
-
-def with_state(subject: Subject) -> str | None:
+def with_state(model: nn.Module, optimizer: Optimizer, task: Task | None) -> str | None:
     """Make one step where the optimizer has no state yet; return why that cannot be, or None.
 
     Changes the model and the optimizer: keep both.
     """
-    model, optimizer = subject.model, subject.optimizer
-    assert model is not None, "the stage asks for both first"
-    assert optimizer is not None, "the stage asks for both first"
     if optimizer.state:
         return None
-    if subject.inputs is None:
+    if task is None:
         return "it has no state yet, and there is no batch to make a step with"
     optimizer.zero_grad(set_to_none=True)
-    loss_of(model, *subject.inputs, subject.loss_fn, subject.ignore_index).mean().backward()
+    task.loss(model).backward()
     optimizer.step()
     return None if optimizer.state else f"a {type(optimizer).__name__} keeps no state"
 
@@ -67,22 +58,7 @@ def optimizer_reload(optimizer: Optimizer) -> tuple[int, Finding | None]:
     return total, None
 
 
-def file_misfit(stored: Stored, model: nn.Module, optimizer: Optimizer) -> Finding | None:
-    """GG708 where the state in a file is not that of this optimizer: groups, counts, order, shapes, kind."""
-    optimizers = plain_optimizers(optimizer)
-    if len(optimizers) != len(stored.optimizers):
-        seen = f"{stored.path} holds the state of {len(stored.optimizers)} optimizers, {len(optimizers)} are given"
-        return finding("GG708", seen, likely=["groups"])
-    saved, names = stored.stamp.optimizer_parameters, parameter_names(unwrap(model), optimizers)
-    for index, (one, state) in enumerate(zip(optimizers, stored.optimizers, strict=True)):
-        theirs = saved[index] if saved is not None and index < len(saved) else None
-        if clues := misfits(state, theirs, names[index], one):
-            seen = f"{type(one).__name__}: {'; '.join(clue.text for clue in clues)} ({stored.path})"
-            return finding("GG708", seen, likely=[clue.cause for clue in clues])
-    return None
-
-
-def _entries(optimizer: Optimizer) -> _Entries:
+def _entries(optimizer: Optimizer) -> dict[tuple[str, str], Any]:
     """Each entry by the place of its parameter; tensors are copied, for loading may write into them."""
     places = {
         id(parameter): f"parameter {place} of group {index}"
@@ -97,7 +73,7 @@ def _entries(optimizer: Optimizer) -> _Entries:
     }
 
 
-def _changes(optimizer: Optimizer, before: _Entries) -> Iterator[Finding]:
+def _changes(optimizer: Optimizer, before: dict[tuple[str, str], Any]) -> Iterator[Finding]:
     after, kind = _entries(optimizer), type(optimizer).__name__
     for (where, key), old in before.items():
         new = after.get((where, key))

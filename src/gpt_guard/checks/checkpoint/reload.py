@@ -1,9 +1,9 @@
-"""Save a model, load it into one that is built afresh, and compare the logits bit for bit."""
+"""Save a model, load it into one that is built afresh, compare the logits bit for bit, and find what was not saved."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from gpt_guard.catalogue import finding
 from gpt_guard.checkpoint.fingerprint import unwrap
-from gpt_guard.checkpoint.read import take_apart
+from gpt_guard.checkpoint.read import Stored, take_apart
 from gpt_guard.checkpoint.reporter import Reporter
 from gpt_guard.checkpoint.weights import copy_weights, fit_weights
-from gpt_guard.checks.checkpoint.lost import Lost, lost, unsaved
 from gpt_guard.checks.runner.forms import in_form_of, logits_of, plain_device
 from gpt_guard.errors import CheckpointError
 from gpt_guard.hooks.isolation.eval_no_grad import quiet
@@ -26,6 +25,30 @@ from gpt_guard.hooks.isolation.tolerance import difference, rounding
 from gpt_guard.records import Finding
 
 _FILE = Path("the saved state_dict")
+_REGISTRIES = frozenset(vars(nn.Module()))
+_MAX_DEPTH = 4
+_MOST_ITEMS = 1000
+_NUMBERS = (bool, int, float, str, type(None))
+
+
+@dataclass
+class UnsavedValue:
+    """One thing that differs between a model and its reload: where it is, what it is, and which cause that is."""
+
+    name: str
+    cause: str
+    what: str
+    module: nn.Module
+    attribute: str
+    value: Any
+    is_buffer: bool = False
+
+    def put(self) -> None:
+        """Give the reloaded model the value that the first one has."""
+        if self.is_buffer:
+            self.module._buffers[self.attribute] = self.value
+        else:
+            vars(self.module)[self.attribute] = self.value
 
 
 @dataclass
@@ -36,7 +59,6 @@ class Reload:
     """
 
     apart: float = 0.0
-    tolerance: float = 0.0
     names: int = 0
     finding: Finding | None = None
     repeatable: bool = True
@@ -54,27 +76,25 @@ def reload(model: nn.Module, build: Callable[[], nn.Module], x: Tensor, seed: in
     state = _through_bytes(bare)
     if isinstance(state, Finding):
         return Reload(finding=state)
-    before = _logits(model, x, seed)
+    before = eval_logits(model, x, seed)
     seed_all(seed + 1)
     fresh = build()
     if fresh is model or fresh is bare:
         return Reload(rebuilt=False)
     in_form_of(fresh, bare)
+    outcome = Reload(names=len(state))
     try:
-        stored = take_apart(_FILE, {"model_state_dict": state}, Reporter(None))
-        voice = Reporter(lambda found: None)
-        copy_weights(fresh, fit_weights(fresh, stored, None, True, voice), stored, True, voice)
+        load_weights(fresh, take_apart(_FILE, {"model_state_dict": state}, Reporter(None)))
     except CheckpointError as error:
-        return Reload(finding=error.finding, names=len(state))
-    outcome = _compare(before, _reloaded_logits(fresh, x, seed), len(state))
-    if outcome.apart <= outcome.tolerance:
+        outcome.finding = error.finding
         return outcome
-    again = _compare(before, _logits(model, x, seed), len(state))
-    if again.apart > again.tolerance:
-        # The model does not even agree with itself: that is for the stage on validation to say.
-        outcome.repeatable = False
-        return outcome
-    outcome.finding = _explain(bare, fresh, x, seed, before, outcome.apart)
+    compared = _Reloaded(fresh, x, seed, before)
+    outcome.apart = compared.apart()
+    if outcome.apart > compared.tolerance:
+        # A model that does not even agree with itself is for the stage on validation to speak of.
+        outcome.repeatable = _apart(before, eval_logits(model, x, seed)) <= compared.tolerance
+        if outcome.repeatable:
+            outcome.finding = _explain(bare, compared, outcome.apart)
     return outcome
 
 
@@ -84,18 +104,53 @@ def unsaved_in_use(model: nn.Module, x: Tensor, seed: int = 42) -> Finding | Non
     Each is changed a little and put back.
     """
     bare = unwrap(model)
-    before = _logits(model, x, seed)
-    for name, tensors in unsaved(bare).items():
+    before = eval_logits(model, x, seed)
+    for name, tensors in unsaved_tensors(bare).items():
         with preserved(bare, tensors=tensors):
             with torch.no_grad():
                 for tensor in tensors:
                     tensor.data = tensor.data * 1.5 + 0.5
-            changed = _compare(before, _logits(model, x, seed), 0)
-        if changed.apart > changed.tolerance:
+            changed = _apart(before, eval_logits(model, x, seed))
+        if changed > rounding(before):
             seen = f"the logits depend on {name}, which state_dict() does not hold: it would not be saved"
             owner, _, _ = name.rpartition(".")
             return finding("GG720", seen, likely=["list", "attribute"], module=owner, evidence={"attribute": name})
     return None
+
+
+def load_weights(model: nn.Module, stored: Stored) -> None:
+    """Copy a checkpoint's weights into a model, all of them. Raises CheckpointError where one does not fit."""
+    reporter = Reporter(lambda found: None)
+    copy_weights(model, fit_weights(model, stored, None, True, reporter), stored, True, reporter)
+
+
+def eval_logits(model: nn.Module, x: Tensor, seed: int) -> Tensor:
+    """The logits in eval mode, without gradient and under this seed."""
+    seed_all(seed)
+    with quiet(model):
+        return logits_of(model, x)
+
+
+@dataclass
+class _Reloaded:
+    """A reloaded model, and the logits of the one that it was saved from."""
+
+    model: nn.Module
+    x: Tensor
+    seed: int
+    before: Tensor
+
+    def apart(self) -> float:
+        """How far its logits are from those; infinity where they cannot be compared."""
+        try:
+            return _apart(self.before, eval_logits(self.model, self.x, self.seed))
+        except Exception:  # what was not saved may even have another dtype, device or size than the rest
+            return float("inf")
+
+    @property
+    def tolerance(self) -> float:
+        """Weights that lie in memory in another way (views, strides) may take another kernel: rounding is no loss."""
+        return rounding(self.before)
 
 
 def _through_bytes(model: nn.Module) -> dict[str, Any] | Finding:
@@ -115,38 +170,23 @@ def _through_bytes(model: nn.Module) -> dict[str, Any] | Finding:
     return loaded
 
 
-def _logits(model: nn.Module, x: Tensor, seed: int) -> Tensor:
-    seed_all(seed)
-    with quiet(model):
-        return logits_of(model, x)
+def _apart(one: Tensor, other: Tensor) -> float:
+    if one.shape != other.shape:
+        return float("inf")
+    return float(difference(plain_device(one), plain_device(other)).max()) if one.numel() else 0.0
 
 
-def _reloaded_logits(fresh: nn.Module, x: Tensor, seed: int) -> Tensor | None:
-    try:
-        return _logits(fresh, x, seed)
-    except Exception:  # what was not saved may even have another dtype, device or size than the rest
-        return None
-
-
-def _compare(one: Tensor, other: Tensor | None, names: int) -> Reload:
-    if other is None or one.shape != other.shape:
-        return Reload(apart=float("inf"), names=names)
-    apart = difference(plain_device(one), plain_device(other))
-    # Weights that lie in memory in another way (views, strides) may take another kernel: rounding is no loss.
-    return Reload(float(apart.max()) if apart.numel() else 0.0, rounding(one), names)
-
-
-def _explain(model: nn.Module, fresh: nn.Module, x: Tensor, seed: int, before: Tensor, apart: float) -> Finding:
+def _explain(model: nn.Module, reloaded: _Reloaded, apart: float) -> Finding:
     """Which of the differing values makes the logits equal when it is put back: that one is the cause."""
     start = f"the logits differ by up to {apart:.3g} after save and load"
-    mine, theirs = _persistent(model), _persistent(fresh)
+    mine, theirs = _persistent(model), _persistent(reloaded.model)
     changed = [name for name, value in theirs.items() if _differs(value, mine.get(name))]
     evidence: dict[str, Any] = {"largest_difference": apart, "changed_entries": changed[:20]}
     if changed:
         seen = f"{start}: {len(changed)} entries of the state are others than were saved ({', '.join(changed[:3])})"
         return finding("GG720", seen, likely=["load"], parameter=changed[0], evidence=evidence)
-    candidates = lost(model, fresh)
-    guilty = _guilty(candidates, fresh, x, seed, before, apart)
+    candidates = unsaved_values(model, reloaded.model)
+    guilty = _guilty(candidates, reloaded, apart)
     evidence["not_saved"] = [one.name for one in candidates][:20]
     if not guilty:
         seen = f"{start}, and every value that was found beside the state_dict is the same"
@@ -159,16 +199,17 @@ def _explain(model: nn.Module, fresh: nn.Module, x: Tensor, seed: int, before: T
     return finding("GG720", seen, likely=likely, module=owner, evidence=evidence)
 
 
-def _guilty(candidates: list[Lost], fresh: nn.Module, x: Tensor, seed: int, before: Tensor, apart: float) -> list[Lost]:
-    put: list[Lost] = []
+def _guilty(candidates: list[UnsavedValue], reloaded: _Reloaded, apart: float) -> list[UnsavedValue]:
+    """Those that change the logits when they are put back, as far as all together make them equal; none otherwise."""
+    guilty: list[UnsavedValue] = []
     for one in candidates:
         one.put()
-        now = _compare(before, _reloaded_logits(fresh, x, seed), 0)
-        if now.apart != apart:
-            put.append(one)
-        apart = now.apart
-        if now.apart <= now.tolerance:
-            return put
+        now = reloaded.apart()
+        if now != apart:
+            guilty.append(one)
+        apart = now
+        if now <= reloaded.tolerance:
+            return guilty
     return []
 
 
@@ -187,3 +228,88 @@ def _differs(one: Any, other: Any) -> bool:
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return False
     return one.shape != other.shape or not torch.equal(plain_device(one), plain_device(other).to(one.dtype))
+
+
+def unsaved_values(model: nn.Module, reloaded: nn.Module) -> list[UnsavedValue]:
+    """Everything outside of the `state_dict` that differs in value, layers first, then tensors, then numbers.
+
+    Reads the device.
+    """
+    found = []
+    others = dict(reloaded.named_modules())
+    for path, module in model.named_modules():
+        if (other := others.get(path)) is not None:
+            found += [*_buffers(path, module, other), *_attributes(path, module, other)]
+    order = ("list", "attribute", "buffer", "number")
+    return sorted(found, key=lambda one: order.index(one.cause))
+
+
+def unsaved_tensors(model: nn.Module) -> dict[str, list[Tensor]]:
+    """Floating-point tensors that plain attributes hold and no `state_dict` entry does, by the attribute's path."""
+    saved = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    found: dict[str, list[Tensor]] = {}
+    for path, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute not in _REGISTRIES:
+                inside = [t for t in _tensors_in(value) if id(t) not in saved and t.is_floating_point()]
+                if inside:
+                    found[_join(path, attribute)] = inside
+    return found
+
+
+def _tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    """The tensors in a value: of modules in it, and of lists, tuples, sets and dicts, nested a few levels deep."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from value.parameters()
+        yield from value.buffers()
+    elif depth < _MAX_DEPTH and isinstance(value, (list, tuple, set, Mapping)):
+        items = value.values() if isinstance(value, Mapping) else value
+        for place, item in enumerate(items):
+            if place < _MOST_ITEMS:
+                yield from _tensors_in(item, depth + 1)
+
+
+def _kind_of(value: Any) -> str:
+    """What an attribute is, in words: `a list of 2 Block`."""
+    if isinstance(value, (list, tuple, set, Mapping)):
+        items = list(value.values() if isinstance(value, Mapping) else value)
+        kinds = {type(item).__name__ for item in items}
+        return f"a {type(value).__name__} of {len(items)} {kinds.pop() if len(kinds) == 1 else 'items'}"
+    return "a plain tensor" if isinstance(value, Tensor) else f"a {type(value).__name__} set past nn.Module"
+
+
+def _attributes(path: str, module: nn.Module, other: nn.Module) -> Iterator[UnsavedValue]:
+    theirs = vars(other)
+    for attribute, value in vars(module).items():
+        if attribute in _REGISTRIES:
+            continue
+        name, then = _join(path, attribute), theirs.get(attribute)
+        mine = list(_tensors_in(value))
+        if mine:
+            if not _same(mine, list(_tensors_in(then))):
+                cause = "attribute" if isinstance(value, Tensor) else "list"
+                yield UnsavedValue(name, cause, _kind_of(value), other, attribute, value)
+        elif isinstance(value, _NUMBERS) and isinstance(then, _NUMBERS) and value != then:
+            yield UnsavedValue(name, "number", f"{value!r}, after the reload {then!r}", other, attribute, value)
+
+
+def _buffers(path: str, module: nn.Module, other: nn.Module) -> Iterator[UnsavedValue]:
+    for attribute in module._non_persistent_buffers_set:
+        mine, theirs = module._buffers.get(attribute), other._buffers.get(attribute)
+        if mine is not None and (theirs is None or not _same([mine], [theirs])):
+            shape = "x".join(map(str, mine.shape)) or "scalar"
+            what = f"a buffer [{shape}] with persistent=False"
+            yield UnsavedValue(_join(path, attribute), "buffer", what, other, attribute, mine, is_buffer=True)
+
+
+def _same(mine: list[Tensor], theirs: list[Tensor]) -> bool:
+    return len(mine) == len(theirs) and all(
+        one.shape == other.shape and one.dtype == other.dtype and torch.equal(plain_device(one), plain_device(other))
+        for one, other in zip(mine, theirs, strict=True)
+    )
+
+
+def _join(path: str, attribute: str) -> str:
+    return f"{path}.{attribute}" if path else attribute

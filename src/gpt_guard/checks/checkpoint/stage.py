@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gpt_guard.catalogue import finding
 from gpt_guard.checkpoint.fingerprint import unwrap
@@ -14,9 +14,10 @@ from gpt_guard.checkpoint.fingerprint.record import SHORT, config_finding
 from gpt_guard.checkpoint.read import Stored, take_apart
 from gpt_guard.checkpoint.reporter import Reporter
 from gpt_guard.checkpoint.weights import fit_weights, leaves, listing, non_finite
-from gpt_guard.checks.checkpoint.belonging import config_of, differing, fingerprint_findings, same_answers
-from gpt_guard.checks.checkpoint.optimizer_reload import file_misfit, optimizer_reload, with_state
+from gpt_guard.checks.checkpoint.belonging import config_of, differing, file_misfit, fingerprint_findings, same_answers
+from gpt_guard.checks.checkpoint.optimizer_reload import optimizer_reload, with_state
 from gpt_guard.checks.checkpoint.reload import reload, unsaved_in_use
+from gpt_guard.checks.gradients.backward import Task
 from gpt_guard.checks.runner.base import Stage, Subject
 from gpt_guard.checks.runner.perturb import probe_ids, vocabulary
 from gpt_guard.errors import CheckpointError
@@ -40,26 +41,26 @@ class CheckpointStage(Stage):
         return "neither a model nor a checkpoint was given" if nothing else None
 
     def run(self, subject: Subject) -> Iterator[CheckResult]:
-        fits = True
+        model, optimizer = subject.model, subject.optimizer
         if subject.payload is not None:
             stored = self._taken_apart(subject)
             if isinstance(stored, Finding):
                 yield self.failed("file", "no weights in it", "a dict with the model's weights", stored)
             else:
                 yield self._file(stored)
-                yield self._finite(stored, subject.model)
+                yield self._finite(stored, model)
                 yield from self._fingerprint(stored, subject)
-                if subject.model is not None:
-                    fitting = self._fits(subject.model, stored, subject)
-                    fits = fitting.status == "passed"
+                if model is not None:
+                    fitting = self._fits(model, stored, subject)
                     yield fitting
-                    yield from self._config(stored, subject, fits)
-                    if subject.optimizer is not None and stored.optimizers:
-                        yield self._optimizer_in_file(stored, subject)
-        if subject.model is not None:
-            yield self._reload(subject)
-            if subject.optimizer is not None:
-                yield self._optimizer(subject)
+                    if fitting.status == "passed":  # otherwise the weights have shown it already
+                        yield from self._config(model, stored, subject)
+                    if optimizer is not None and stored.optimizers:
+                        yield self._optimizer_in_file(model, optimizer, stored)
+        if model is not None:
+            yield self._reload(model, subject)
+            if optimizer is not None:
+                yield self._optimizer(model, optimizer, Task.of(subject))
 
     def _taken_apart(self, subject: Subject) -> Stored | Finding:
         path = subject.paths.get("checkpoint", Path("the checkpoint"))
@@ -109,39 +110,39 @@ class CheckpointStage(Stage):
 
     def _fits(self, model: nn.Module, stored: Stored, subject: Subject) -> CheckResult:
         title, expected = "fits the model", "every name and shape"
-        voice = Reporter(lambda found: None)
+        reporter = Reporter(lambda found: None)
         try:
-            found = fit_weights(unwrap(model), stored, config_of(subject), True, voice)
+            found = fit_weights(unwrap(model), stored, config_of(subject), True, reporter)
         except CheckpointError as error:
             lists = error.finding.evidence
             counts = {"missing": "missing", "unexpected": "unexpected", "sizes": "of another size"}
-            told = [f"{len(lists[key])} {word}" for key, word in counts.items() if lists.get(key)]  # type: ignore[arg-type]  # lists and dicts by fit_weights
-            return self.failed(title, ", ".join(told) or "it does not", expected, error.finding)
-        return self.passed(title, f"{found.total} of {found.total} names", expected, notes=voice.findings)
+            measured = [f"{len(lists[key])} {word}" for key, word in counts.items() if lists.get(key)]  # type: ignore[arg-type]  # lists and dicts by fit_weights
+            return self.failed(title, ", ".join(measured) or "it does not", expected, error.finding)
+        return self.passed(title, f"{found.total} of {found.total} names", expected, notes=reporter.findings)
 
-    def _config(self, stored: Stored, subject: Subject, fits: bool) -> Iterator[CheckResult]:
+    def _config(self, model: nn.Module, stored: Stored, subject: Subject) -> Iterator[CheckResult]:
         title, expected = "config", "the saved one, or one that changes no answer"
         changes = differing(stored, subject)
-        if changes is None or not fits:
-            return  # nothing to compare, or the weights have told already
+        if changes is None:
+            return
         if not changes:
             yield self.passed(title, "as saved", expected)
             return
-        told = ", ".join(f"{printable(key)} was {printable(a)}, is {printable(b)}" for key, (a, b) in changes.items())
+        changed = ", ".join(
+            f"{printable(key)} was {printable(a)}, is {printable(b)}" for key, (a, b) in changes.items()
+        )
         found = config_finding(f"config of the checkpoint {stored.path}", changes)
-        same = same_answers(stored, subject, self._ids(subject))
+        same = same_answers(stored, model, subject.config, _ids(subject), subject.seed)
         if same:
-            yield self.passed(title, f"{told}: the same logits", expected)
+            yield self.passed(title, f"{changed}: the same logits", expected)
         elif same is None:
             note = found.model_copy(update={"severity": Severity.WARNING})
-            yield self.passed(title, f"{told}: no model could be built to compare", expected, notes=[note])
+            yield self.passed(title, f"{changed}: no model could be built to compare", expected, notes=[note])
         else:
-            yield self.failed(title, f"{told}: other logits", expected, found)
+            yield self.failed(title, f"{changed}: other logits", expected, found)
 
-    def _reload(self, subject: Subject) -> CheckResult:
-        title = "save and load"
-        model, x = subject.model, self._ids(subject)
-        assert model is not None, "asked in run()"
+    def _reload(self, model: nn.Module, subject: Subject) -> CheckResult:
+        title, x = "save and load", _ids(subject)
         if x is None:
             return self.skipped(title, "neither a batch nor a vocabulary size is known")
         done = reload(model, subject.make_model, x, subject.seed) if subject.make_model is not None else None
@@ -157,27 +158,26 @@ class CheckpointStage(Stage):
         rounding = f" within rounding ({done.apart:.1g})" if done.apart else ""
         return self.passed(title, f"{done.names} entries, equal logits{rounding}", _SAME)
 
-    def _optimizer_in_file(self, stored: Stored, subject: Subject) -> CheckResult:
+    def _optimizer_in_file(self, model: nn.Module, optimizer: Optimizer, stored: Stored) -> CheckResult:
         title, expected = "optimizer state in the file", "that of this optimizer"
-        assert subject.model is not None and subject.optimizer is not None, "asked in run()"  # noqa: PT018 - no test
-        found = file_misfit(stored, subject.model, subject.optimizer)
+        found = file_misfit(stored, model, optimizer)
         if found is not None:
             return self.failed(title, "does not fit", expected, found)
         return self.passed(title, "fits", expected)
 
-    def _optimizer(self, subject: Subject) -> CheckResult:
+    def _optimizer(self, model: nn.Module, optimizer: Optimizer, task: Task | None) -> CheckResult:
         title, expected = "optimizer save and load", "the same values, each on its parameter's device"
-        assert subject.optimizer is not None, "asked in run()"
-        why = with_state(subject)
+        why = with_state(model, optimizer, task)
         if why is not None:
             return self.skipped(title, why)
-        count, found = optimizer_reload(subject.optimizer)
+        count, found = optimizer_reload(optimizer)
         if found:
             return self.failed(title, "not the same", expected, found)
         return self.passed(title, f"{count} state tensors equal", expected)
 
-    def _ids(self, subject: Subject) -> Any:
-        return probe_ids(subject) if vocabulary(subject) is not None else None
+
+def _ids(subject: Subject) -> Tensor | None:
+    return probe_ids(subject) if vocabulary(subject) is not None else None
 
 
 def _measured(apart: float, found: Finding) -> str:

@@ -74,6 +74,11 @@ def decode(
     return rows[:, length:].reshape(len(settings), prompts.size(0), -1)
 
 
+def cropped(ids: Tensor, limit: int | None) -> Tensor:
+    """The last `limit` of ids `[B, T]`; all of them without a limit."""
+    return ids if limit is None else ids[:, -limit:]
+
+
 def last_logits(model: nn.Module, ids: Tensor) -> Tensor:
     """Logits `[B, V]` of the last position, in float32, from whatever the model returns for ids `[B, T]`."""
     try:

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import combinations
 
 import torch
 from torch import Tensor, nn
 
 from gpt_guard.catalogue import finding
-from gpt_guard.checks.generation.decoding import GREEDY, MODERATE, SETTINGS, Setting, decode
-from gpt_guard.checks.generation.learned import (
+from gpt_guard.checks.generation.corpus import (
     CLEARLY,
     COPIES,
     FEWEST,
     Corpus,
-    Losses,
+    HeldOutLosses,
     bigram_loss,
     corpus,
     held_out_losses,
 )
-from gpt_guard.checks.generation.prompts import IGNORED, influence
-from gpt_guard.checks.generation.sampler_lines import CONTEXT, sampler, sampler_lines
-from gpt_guard.checks.generation.samples import Loops, Yardstick, judge_chaos, judge_loops
+from gpt_guard.checks.generation.decoding import GREEDY, MODERATE, SETTINGS, Setting, decode, last_logits
+from gpt_guard.checks.generation.sampler import CONTEXT, SamplerLines, sampler
+from gpt_guard.checks.generation.text_quality import CorpusBaseline, Loops, judge_chaos, judge_loops
 from gpt_guard.checks.generation.user_generate import UserGenerate
 from gpt_guard.checks.runner.base import Stage, Subject
 from gpt_guard.checks.runner.perturb import probe_ids, vocabulary
@@ -36,6 +36,9 @@ TOKENS = 192
 SECONDS = 4.0
 FEWEST_TOKENS = 64
 """Samples are cut short after so many seconds, and not judged where they are shorter than this."""
+IGNORED = 0.01
+"""Prompts count as ignored where the predictions after any two of them differ by less than this share of probability
+(total variation distance, from 0 to 1); a bigram model of text is at 0.5 and above."""
 _OWN = str(Setting())
 
 
@@ -66,28 +69,53 @@ class GenerationStage(Stage):
         line, generate = sampler(self, model, prompts[:1], subject.block_size)
         yield line
         if generate is not None:
-            for result in sampler_lines(self, subject, generate, prompts[:1]):
+            for result in SamplerLines(self, subject, model, generate, prompts[:1]).lines():
                 if result.status == "failed" and result.title in CONTEXT:
                     generate = None  # a text of some length cannot be had from it
                 yield result
         yield self._prompts(model, prompts, trained=subject.trained)
-        yield from self._text(subject, text, prompts, generate)
+        yield from self._text(model, subject, text, prompts, generate)
 
     def _prompts(self, model: nn.Module, prompts: Tensor, *, trained: bool) -> CheckResult:
+        """Does what it says depend on the prompt, and on more than its last token?
+
+        Compared are the next-token probabilities, so that a loop which all texts end in counts for nothing here.
+        """
+        same_end = prompts.clone()
+        same_end[:, -1] = prompts[0, -1]
+        with quiet(model):
+            distance = _mean_distance(last_logits(model, prompts))
+            earlier = _mean_distance(last_logits(model, same_end))
         title, expected = "different prompts", f"predictions that differ by {IGNORED:g} or more of 1"
-        found = influence(model, prompts)
-        measured = f"{found.prompts:.2g} apart, {found.earlier:.2g} with the same last token"
-        if found.finding is not None and not trained:
-            return self.skipped(title, f"untrained: {measured}")
-        if found.finding is not None:
-            return self.failed(title, measured, expected, found.finding)
-        return self.passed(title, measured, expected, notes=[found.note] if found.note is not None else [])
+        measured = f"{distance:.2g} apart, {earlier:.2g} with the same last token"
+        evidence = {"distance": distance, "distance_same_last_token": earlier, "prompts": prompts.size(0)}
+        if not distance >= IGNORED:
+            if not trained:
+                return self.skipped(title, f"untrained: {measured}")
+            seen = f"the predictions after {prompts.size(0)} different prompts differ by {distance:.2g} of 1 on average"
+            found = finding("GG686", seen, likely=["constant", "collapsed"], evidence=evidence)
+            return self.failed(title, measured, expected, found)
+        notes = []
+        if earlier < 1e-6 and prompts.size(1) > 1:
+            only_last = finding(
+                "GG686",
+                f"with the same last token all {prompts.size(0)} prompts give the same prediction",
+                title="Only the last token of the prompt counts",
+                severity=Severity.WARNING,
+                likely=["last_token"],
+                evidence=evidence,
+            )
+            notes.append(only_last)
+        return self.passed(title, measured, expected, notes=notes)
 
     def _text(
-        self, subject: Subject, text: Corpus | None, prompts: Tensor, generate: UserGenerate | None
+        self,
+        model: nn.Module,
+        subject: Subject,
+        text: Corpus | None,
+        prompts: Tensor,
+        generate: UserGenerate | None,
     ) -> Iterator[CheckResult]:
-        model = subject.model
-        assert model is not None, "asked in run()"
         why = _not_judged(subject, text)
         if why is not None or text is None:
             yield self.skipped("repetition and chaos", why or "no data")
@@ -96,13 +124,13 @@ class GenerationStage(Stage):
             losses = held_out_losses(model, text, subject.block_size)
         yield self._end(losses)
         bigram = bigram_loss(text, vocabulary(subject) or 1)
-        told = f"loss {losses.inside:.3f} on held-out text, a bigram model's {bigram:.3f}"
+        measured = f"loss {losses.inside:.3f} on held-out text, a bigram model's {bigram:.3f}"
         learned, copies = losses.inside < CLEARLY * bigram, losses.copied < COPIES
         if not learned and not copies:
-            yield self.skipped("repetition and chaos", f"not judged: {told}, so it has not learned enough yet")
+            yield self.skipped("repetition and chaos", f"not judged: {measured}, so it has not learned enough yet")
             return
         if learned:
-            yield self.passed("learned", told, f"at most {CLEARLY:g} of the bigram's, to judge the text")
+            yield self.passed("learned", measured, f"at most {CLEARLY:g} of the bigram's, to judge the text")
         generator = torch.Generator().manual_seed(subject.seed)
         with quiet(model):
             rows = decode(
@@ -113,34 +141,35 @@ class GenerationStage(Stage):
                 "repetition and chaos", f"not judged: {rows.size(2)} tokens in {SECONDS:g} s are too few"
             )
             return
-        yardstick = Yardstick(text, vocabulary(subject) or 1, rows.size(2), subject.tokenizer, subject.seed)
-        loops = [yardstick.loops(setting, part) for setting, part in zip(SETTINGS, rows, strict=True)]
-        yield self._repetition(yardstick, loops, copies=copies)
+        baseline = CorpusBaseline(text, vocabulary(subject) or 1, rows.size(2), subject.tokenizer, subject.seed)
+        loops = [baseline.loops(setting, part) for setting, part in zip(SETTINGS, rows, strict=True)]
+        yield self._repetition(baseline, loops, copies=copies)
         if learned:
             sampled = rows[SETTINGS.index(MODERATE)]
-            yield self._chaos(yardstick, sampled, str(MODERATE), ["leak", "positions", "tokenizer"])
+            yield self._chaos(baseline, sampled, str(MODERATE), ["leak", "positions", "tokenizer"])
             if generate is not None:
-                yield from self._defaults(subject, generate, prompts, yardstick, loops)
+                seed_all(subject.seed)
+                yield from self._defaults(model, generate, prompts, baseline, loops)
 
-    def _end(self, losses: Losses) -> CheckResult:
+    def _end(self, losses: HeldOutLosses) -> CheckResult:
         title, expected = "last position", "about the loss inside the rows"
-        told = f"loss {losses.last:.3f}, inside the rows {losses.inside:.3f}"
+        measured = f"loss {losses.last:.3f}, inside the rows {losses.inside:.3f}"
         if not losses.falls_at_the_end:
-            return self.passed(title, told, expected)
+            return self.passed(title, measured, expected)
         seen = f"held-out rows: loss {losses.inside:.3f} inside them, {losses.last:.3f} at their last position"
         evidence = {"inside": losses.inside, "last": losses.last}
-        return self.failed(title, told, expected, finding("GG689", seen, likely=["leak"], evidence=evidence))
+        return self.failed(title, measured, expected, finding("GG689", seen, likely=["leak"], evidence=evidence))
 
-    def _repetition(self, yardstick: Yardstick, loops: list[Loops], *, copies: bool) -> CheckResult:
+    def _repetition(self, baseline: CorpusBaseline, loops: list[Loops], *, copies: bool) -> CheckResult:
         title = "repetition"
         own = next(one for one in loops if one.setting == _OWN)
-        told = (
+        measured = (
             f"samples that loop: {'; '.join(f'{one.setting}: {one.looping:.0%}' for one in loops)}; at {_OWN} "
             f"{own.median.distinct:.0%} distinct 4-grams, longest loop {own.worst.loop:.0%}"
         )
         expected = (
-            f"no loop over {yardstick.loop_limit:.0%}, {1 - yardstick.repeated_limit:.0%} distinct or more; "
-            f"the corpus has loops to {yardstick.usual.loop:.0%}; greedy may loop"
+            f"no loop over {baseline.loop_limit:.0%}, {1 - baseline.repeated_limit:.0%} distinct or more; "
+            f"the corpus has loops to {baseline.loop:.0%}; greedy may loop"
         )
         found = judge_loops(loops, _OWN, copies=copies)
         facts = {
@@ -150,33 +179,30 @@ class GenerationStage(Stage):
             }
         }
         if found is not None and found.severity is Severity.ERROR:
-            return self.failed(title, told, expected, found, **facts)
-        return self.passed(title, told, expected, notes=[found] if found is not None else [], **facts)
+            return self.failed(title, measured, expected, found, **facts)
+        return self.passed(title, measured, expected, notes=[found] if found is not None else [], **facts)
 
-    def _chaos(self, yardstick: Yardstick, rows: Tensor, setting: str, likely: list[str]) -> CheckResult:
+    def _chaos(self, baseline: CorpusBaseline, rows: Tensor, setting: str, likely: list[str]) -> CheckResult:
         title = "chaos" if setting == str(MODERATE) else f"chaos with {setting}"
-        sample = yardstick.figures(rows)
-        told = f"{setting}: {sample}" if title == "chaos" else str(sample)
-        found = judge_chaos(sample, yardstick, setting, yardstick.decode(rows[0]), likely)
-        expected = f"at most {yardstick.limits}; held-out text has {yardstick.held_out}"
+        sample = baseline.figures(rows)
+        measured = f"{setting}: {sample}" if title == "chaos" else str(sample)
+        found = judge_chaos(sample, baseline, setting, baseline.decode(rows[0]), likely)
+        expected = f"at most {baseline.limits}; held-out text has {baseline.held_out}"
         if found is not None:
-            return self.failed(title, told, expected, found)
-        return self.passed(title, told, expected)
+            return self.failed(title, measured, expected, found)
+        return self.passed(title, measured, expected)
 
     def _defaults(
-        self, subject: Subject, generate: UserGenerate, prompts: Tensor, yardstick: Yardstick, loops: list[Loops]
+        self, model: nn.Module, generate: UserGenerate, prompts: Tensor, baseline: CorpusBaseline, loops: list[Loops]
     ) -> Iterator[CheckResult]:
-        model = subject.model
-        assert model is not None, "asked in run()"
         name, count = "generate's defaults", min(TOKENS, 96)
-        seed_all(subject.seed)
         with quiet(model):
             rows = torch.cat([generate(prompts[:2], count)]).cpu()
         if rows.size(1) < count:
             yield self.skipped(name, f"it stops after {rows.size(1)} of {count} tokens")
             return
-        yield self._chaos(yardstick, rows, name, ["decoding", "temperature", "mode"])
-        ours = yardstick.loops(name, rows)
+        yield self._chaos(baseline, rows, name, ["decoding", "temperature", "mode"])
+        ours = baseline.loops(name, rows)
         found = judge_loops([ours, *(one for one in loops if one.setting != str(GREEDY))], "") if ours.loops else None
         measured = f"{ours.median.distinct:.0%} distinct 4-grams, longest loop {ours.worst.loop:.0%}"
         notes = [found] if found is not None else []
@@ -205,3 +231,11 @@ def _prompts(subject: Subject, text: Corpus | None) -> Tensor:
         return drawn
     starts = torch.linspace(0, text.held_out.numel() - length, PROMPTS).long()
     return text.held_out[starts[:, None] + torch.arange(length)].to(drawn.device)
+
+
+def _mean_distance(logits: Tensor) -> float:
+    """The mean total variation distance between the probabilities of any two rows of logits `[B, V]`."""
+    probabilities = logits.softmax(dim=-1)
+    pairs = combinations(probabilities, 2)
+    distances = [float((one - other).abs().sum() / 2) for one, other in pairs]
+    return float(torch.tensor(distances).mean()) if distances else 0.0

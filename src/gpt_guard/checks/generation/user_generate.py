@@ -1,16 +1,22 @@
-"""The model's own `generate`, whatever its arguments are called: found, called, its answer in one form."""
+"""The model's own `generate`, whatever its arguments are called: found, called, its answer in one form.
+
+And what happens inside it: what the model was called on and in which mode, and what was sampled from.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from gpt_guard.checkpoint.fingerprint import unwrap
+from gpt_guard.checks.runner.forward import UnknownOutput, unpack
 
 _COUNT_NAMES = (
     "max_new_tokens",
@@ -37,6 +43,7 @@ _NEUTRAL: Mapping[str, Any] = {
     "top_p": 1.0,
 }
 """Values under which these options leave the model's own distribution as it is."""
+_DRAWS = (torch.multinomial, torch.Tensor.multinomial)
 
 
 class Misfit(Exception):
@@ -55,8 +62,7 @@ class UserGenerate:
     @property
     def neutral(self) -> dict[str, Any]:
         """Options under which it samples from the model's own distribution, as far as it has them."""
-        given = {name: value for name, value in _NEUTRAL.items() if self.options.get(name) is not None}
-        return given
+        return {name: value for name, value in _NEUTRAL.items() if self.options.get(name) is not None}
 
     @property
     def temperature(self) -> str | None:
@@ -142,3 +148,78 @@ def _new_ids(output: Tensor, ids: Tensor, count: int) -> Tensor:
     # The prompt may come back cropped; what follows is new, were it more than was asked for.
     kept = next((n for n in range(length, 1, -1) if torch.equal(output[:, :n].to(ids), ids[:, length - n :])), None)
     return output[:, kept:] if kept is not None else output[:, -count:]
+
+
+class BadDraw(Exception):
+    """`torch.multinomial` was given probabilities with NaN, infinity or below 0. Raised before torch sees them.
+
+    On an accelerator they would end the process's use of the device.
+    """
+
+
+@dataclass
+class ModelCall:
+    """One call of the model: ids `[B, T]`, logits as returned or None, and whether anything was in training mode."""
+
+    ids: Tensor
+    logits: Tensor | None
+    training: bool
+
+
+@dataclass
+class GenerateRecord:
+    """The calls of the model and the probabilities that were sampled from, in order."""
+
+    calls: list[ModelCall] = field(default_factory=list)
+    draws: list[Tensor] = field(default_factory=list)
+
+
+@contextmanager
+def recorded(model: nn.Module, *, greedy: bool = False) -> Iterator[GenerateRecord]:
+    """Note all calls and draws; with `greedy`, every draw takes the likeliest. Hooks and mode are gone afterwards."""
+    record = GenerateRecord()
+    bare = unwrap(model)
+    handle = bare.register_forward_hook(_note(record, bare), with_kwargs=True)
+    try:
+        with _Draws(record, greedy):
+            yield record
+    finally:
+        handle.remove()
+
+
+def _note(record: GenerateRecord, model: nn.Module) -> Callable[..., None]:
+    def note(module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+        ids = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and not t.is_floating_point()), None)
+        if ids is None or ids.dim() != 2:
+            return
+        try:
+            logits = unpack(output).logits.detach()
+        except UnknownOutput:
+            logits = None
+        record.calls.append(ModelCall(ids.detach().clone(), logits, any(part.training for part in model.modules())))
+
+    return note
+
+
+class _Draws(TorchFunctionMode):
+    """Watches `torch.multinomial`, and through it `torch.distributions.Categorical`."""
+
+    def __init__(self, record: GenerateRecord, greedy: bool) -> None:
+        super().__init__()
+        self._record = record
+        self._greedy = greedy
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _DRAWS:
+            return func(*args, **kwargs)
+        weights = args[0] if args else kwargs["input"]
+        if not bool(torch.isfinite(weights).all()) or bool((weights < 0).any()):
+            raise BadDraw("the probabilities hold NaN, infinity or negative values")
+        self._record.draws.append(weights.detach().float().clone())
+        if self._greedy:
+            count = int(args[1] if len(args) > 1 else kwargs.get("num_samples", 1))
+            return weights.topk(count, dim=-1).indices
+        return func(*args, **kwargs)

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gpt_guard.callbacks.gradients.missing_gradients import shown
 from gpt_guard.checkpoint.fingerprint import unwrap
 from gpt_guard.checks.gradients.backward import Task, trainable
-from gpt_guard.checks.gradients.gradient_causes import listed
-from gpt_guard.checks.gradients.gradient_diagnosis import diagnose, frozen_finding
-from gpt_guard.checks.optimizer.coverage import cover, coverage_findings, rate_findings, rates, tie_text
-from gpt_guard.checks.optimizer.default_optimizer import stand_in
-from gpt_guard.checks.optimizer.step_findings import StepFindings
-from gpt_guard.checks.optimizer.stepping_probe import take_steps
+from gpt_guard.checks.gradients.diagnosis import diagnose, frozen_finding
+from gpt_guard.checks.optimizer.coverage import cover, coverage_findings, rate_findings, rates
+from gpt_guard.checks.optimizer.steps import StepFindings, default_optimizer, take_steps
 from gpt_guard.checks.runner.base import Stage, Subject
 from gpt_guard.hooks.autograd_graph.reach import leaves
 from gpt_guard.hooks.isolation.preserve import preserved
@@ -45,7 +43,7 @@ class OptimizerStage(Stage):
         if subject.model is None:
             return
         model = unwrap(subject.model)
-        task = Task(*subject.inputs, subject.loss_fn, subject.ignore_index) if subject.inputs is not None else None
+        task = Task.of(subject)
         optimizer: Optimizer | None = innermost(subject.optimizer) if subject.optimizer is not None else None
         if optimizer is None:
             yield self.skipped("parameters in the optimizer", "no optimizer was given")
@@ -62,7 +60,7 @@ class OptimizerStage(Stage):
                 return
         if task is None:
             yield self.skipped(_STEP, "no batch, and no data to cut one from")
-        elif optimizer is not None and not cover(model, optimizer).trained:
+        elif optimizer is not None and not cover(model, optimizer).trains:
             yield self.skipped(_STEP, "the optimizer holds nothing of this model that is trainable")
         else:
             yield from self._steps(model, optimizer, task, subject.vocab_size)
@@ -70,16 +68,16 @@ class OptimizerStage(Stage):
     def _coverage(self, model: nn.Module, optimizer: Optimizer, task: Task | None) -> CheckResult:
         covered = cover(model, optimizer, _reached(model, task))
         total = len(trainable(model))
-        held = total - len(covered.uncovered)
-        measured = f"{held} of {total}"
+        measured = f"{total - len(covered.uncovered)} of {total}"
         if covered.strange:
             measured += f", and {len(covered.strange)} tensors that are not the model's"
         if covered.twice:
-            measured += f"; twice: {listed(covered.twice, _NAMES)}"
+            measured += f"; twice: {shown(covered.twice, _NAMES)}"
         elif covered.ties:
-            measured += f"; tied, and held once: {tie_text(covered.ties)}"
+            ties = [" = ".join(names) for names in covered.ties.values()]
+            measured += f"; tied, and held once: {'; '.join(ties[:3])}{'; ...' if len(ties) > 3 else ''}"
         title, expected = "parameters in the optimizer", f"all {total} that are trainable, each once"
-        found = list(coverage_findings(model, optimizer, covered))
+        found = list(coverage_findings(model, covered))
         if found:
             return self.failed(title, measured, expected, found)
         return self.passed(title, measured, expected)
@@ -97,44 +95,34 @@ class OptimizerStage(Stage):
     def _steps(
         self, model: nn.Module, given: Optimizer | None, task: Task, vocab_size: int | None
     ) -> Iterator[CheckResult]:
-        # A stand-in is made inside: it may switch embeddings to dense gradients.
+        # A default one is made inside: it may switch embeddings to dense gradients.
         with preserved(model, given):
-            optimizer = given if given is not None else stand_in(model)
+            optimizer = given if given is not None else default_optimizer(model)
             waiting = any(
                 group.get("lr") != group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups
             )
             steps = take_steps(model, optimizer, task)
-            held = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-            judge = StepFindings(model, optimizer, steps, held)
+            judge = StepFindings(model, optimizer, steps)
             found = list(judge.judge())
-            idle, swallowed = judge.idle, judge.swallowed
-            size = None if waiting else judge.size()
+            wrong_size = None if waiting else judge.size()
             frozen = sum(not parameter.requires_grad for parameter in model.parameters())
             by = type(optimizer).__name__ + ("" if given is not None else " at lr 1e-3, for none was given")
-        if idle or steps.bad_gradient:
+        if judge.idle or steps.bad_gradient:
             found += diagnose(model, task, vocab_size, given).faults
         total = len(judge.parameters)
-        measured = f"{len(steps.moved & judge.parameters.keys())} of {total} by {by}"
-        notes = self._notes(idle, [name for name in swallowed if name not in steps.moved], found)
-        expected = f"all {total}"
+        measured, expected = f"{len(steps.moved & judge.parameters.keys())} of {total} by {by}", f"all {total}"
         if found:
-            yield self.failed(_STEP, measured + notes, expected, found)
+            yield self.failed(_STEP, measured, expected, found)
         else:
-            yield self.passed(_STEP, measured + notes, expected)
-        yield from self._aside(steps.frozen_moved, frozen, found)
-        if not steps.bad_gradient and steps.broken is None:
-            yield self._size(size, steps.ratio, steps.largest)
-
-    def _notes(self, idle: list[str], swallowed: list[str], found: list[Finding]) -> str:
-        """What explains a number below the total without being a fault."""
-        if found:
-            return ""
-        text = f"; {listed(idle, _NAMES)} had no gradient to move by" if idle else ""
-        return text + (f"; {listed(swallowed, _NAMES)} stood still, as their dtype rounds" if swallowed else "")
-
-    def _aside(self, moved: list[str], frozen: int, found: list[Finding]) -> Iterator[CheckResult]:
-        if frozen and not moved and not any(each.code == "GG106" for each in found):
+            if judge.idle:
+                measured += f"; {shown(judge.idle, _NAMES)} had no gradient to move by"
+            if swallowed := [name for name in judge.swallowed if name not in steps.moved]:
+                measured += f"; {shown(swallowed, _NAMES)} stood still, as their dtype rounds"
+            yield self.passed(_STEP, measured, expected)
+        if frozen and not steps.frozen_moved and not any(each.code == "GG106" for each in found):
             yield self.passed("frozen parameters that a step changes", f"0 of {frozen}", "0")
+        if not steps.bad_gradient and steps.broken is None:
+            yield self._size(wrong_size, steps.ratio, steps.largest)
 
     def _size(self, wrong: Finding | None, ratio: float, largest: float) -> CheckResult:
         title, expected = "size of the first step", "far below the weights' own size, 1e-3 or so"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt_guard.checks.gradients.backward import Task, trainable
-from gpt_guard.checks.optimizer.default_optimizer import stand_in
+from gpt_guard.checks.optimizer.steps import default_optimizer
 from gpt_guard.checks.runner.forward import call
 
 CLIP = 1.0
@@ -68,7 +68,7 @@ def memorise(
 
     Stops at the first loss that is not finite. Raises ValueError where nothing is trainable.
     """
-    optimizer = stand_in(model, lr)
+    optimizer = default_optimizer(model, lr)
     model.train()
     curve = Curve()
     with torch.enable_grad():

@@ -10,7 +10,7 @@ from typing import Any
 
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.gradients.backward import Task, trainable
-from gpt_guard.checks.gradients.gradient_diagnosis import frozen_finding
+from gpt_guard.checks.gradients.diagnosis import frozen_finding
 from gpt_guard.checks.overfit.floor import floor
 from gpt_guard.checks.overfit.memorise import Curve, memorise
 from gpt_guard.checks.overfit.overfit_verdict import Goal, goal, reached, slow, verdict

@@ -8,11 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_guard.checks.generation.chaos import Pairs, char_entropy, unknown_words, words
+from gpt_guard.checks.generation.corpus import Corpus, TokenPairs, bigram_loss
 from gpt_guard.checks.generation.decoding import SETTINGS, Setting
-from gpt_guard.checks.generation.learned import Corpus, bigram_loss
-from gpt_guard.checks.generation.repetition import longest_loops, measure, usual, windows
-from gpt_guard.checks.generation.samples import Yardstick, judge_loops
+from gpt_guard.checks.generation.text_quality import (
+    CorpusBaseline,
+    char_entropy,
+    judge_loops,
+    longest_loops,
+    measure,
+    unknown_words,
+    words,
+)
 
 TEXT = "it was the best of times, it was the worst of times, and nobody could say which of them had come to stay. "
 
@@ -63,31 +69,29 @@ def test_distinct_and_repeated_n_grams() -> None:
     assert measure(ids("abc"))[0].repeated == 0.0
 
 
-def test_the_corpus_sets_the_yardstick() -> None:
-    plain = usual(windows(ids(TEXT * 20)[0], 80))
-    rules = usual(windows(ids((TEXT + "-" * 60 + "\n") * 20)[0], 80))
-    assert plain is not None
-    assert rules is not None
-    assert plain.loop < 0.1 < 0.5 < rules.loop
-    assert usual(windows(ids("abc")[0], 80)) is None
-
-
-def yardstick(text: str, length: int = 60) -> Yardstick:
+def baseline(text: str, length: int = 60) -> CorpusBaseline:
     seen = ids(text)[0]
-    return Yardstick(Corpus(seen, seen[: len(seen) // 4]), 128, length, None)
+    return CorpusBaseline(Corpus(seen, seen[: len(seen) // 4]), 128, length, None)
+
+
+def test_the_corpus_sets_the_baseline() -> None:
+    plain, rules = baseline(TEXT * 20, 80), baseline((TEXT + "-" * 60 + "\n") * 20, 80)
+    assert plain.loop < 0.1 < 0.5 < rules.loop
+    too_short = baseline("abc", 80)
+    assert (too_short.loop, too_short.repeated) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("loop", ["the ", "= ", "a statement is "])
 def test_loops_count_against_plain_text_and_not_against_text_that_is_made_of_them(loop: str) -> None:
     row = ids((loop * 60)[:60])
-    assert yardstick(TEXT * 40).loops("greedy", row).loops
-    assert not yardstick(loop * 800).loops("greedy", row).loops
+    assert baseline(TEXT * 40).loops("greedy", row).loops
+    assert not baseline(loop * 800).loops("greedy", row).loops
 
 
 def test_loops_with_a_word_between_them_are_seen_by_their_n_grams() -> None:
     text = "".join(f"the cat sat on {word} the cat sat on " for word in ("a", "my", "it", "us"))
     row = ids(text)
-    found = yardstick(TEXT * 40, row.size(1)).loops("x", row)
+    found = baseline(TEXT * 40, row.size(1)).loops("x", row)
     assert found.worst.loop < 0.5
     assert found.loops
 
@@ -106,7 +110,7 @@ def samples(looping: set[str]) -> list[tuple[Setting, Tensor]]:
     ],
 )
 def test_who_is_at_fault(looping: set[str], cause: str, severity: str) -> None:
-    measured = yardstick(TEXT * 40)
+    measured = baseline(TEXT * 40)
     finding = judge_loops([measured.loops(one, rows) for one, rows in samples(looping)], "temperature 1")
     assert finding is not None
     assert (finding.code, finding.severity.value) == ("GG687", severity)
@@ -115,7 +119,7 @@ def test_who_is_at_fault(looping: set[str], cause: str, severity: str) -> None:
 
 
 def test_greedy_loops_alone_and_none_at_all_say_nothing() -> None:
-    measured = yardstick(TEXT * 40)
+    measured = baseline(TEXT * 40)
     for looping in (set(), {"greedy"}):
         assert judge_loops([measured.loops(one, rows) for one, rows in samples(looping)], "temperature 1") is None
 
@@ -131,7 +135,7 @@ def test_words_and_pairs_that_the_corpus_never_has() -> None:
     assert unknown_words(TEXT * 2, known) == pytest.approx(0.0, abs=0.06)
     assert unknown_words(TEXT[::-1] * 2, known) == pytest.approx(0.9, abs=0.1)
     assert unknown_words("too few", known) is None
-    pairs = Pairs(torch.tensor([0, 1, 2, 0, 1]), vocab_size=3)
+    pairs = TokenPairs(torch.tensor([0, 1, 2, 0, 1]), vocab_size=3)
     assert pairs.unseen(torch.tensor([[0, 1, 2], [1, 0, 2]])) == pytest.approx(0.5)
     assert pairs.unseen(torch.tensor([[0]])) is None
 

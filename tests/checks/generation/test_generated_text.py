@@ -8,27 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.checks.generation.stage import GenerationStage
-from gpt_guard.checks.runner.base import Subject
 from gpt_guard.checks.runner.report import PreflightReport
-from gpt_guard.checks.runner.run import preflight
 from gpt_guard.checks.tokenizer.tokenizers import adapt
-from gpt_guard.records import CheckResult
+from gpt_guard.records import Severity
 from mini_gpt import MiniGPT, MiniGPTConfig
 
-from .generate_faults import draw
-
-
-def line(report: PreflightReport, title: str) -> CheckResult:
-    return next(result for result in report.checks if result.title == title)
-
-
-def failures(report: PreflightReport) -> list[tuple[str, str]]:
-    return [(result.title, result.findings[0].code) for result in report.failed]
-
+from .planted import V, ask, draw, failures, line
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "old", "dogs", "run", "home", "again"]
 CHARS = sorted({char for word in WORDS for char in word} | {" ", "."})
+NOISE = torch.randint(len(CHARS), (20_000,), generator=torch.Generator().manual_seed(0))
 
 
 class Chars:
@@ -80,7 +69,7 @@ def judged(model: nn.Module, **given: Any) -> PreflightReport:
         "trained": True,
         **given,
     }
-    return preflight(Subject(model=model, **settings), [GenerationStage()])
+    return ask(model, **settings)
 
 
 def test_a_model_that_writes_like_its_corpus_passes() -> None:
@@ -108,7 +97,7 @@ def test_chaos_is_found() -> None:
         ({"trained": False}, "not trained"),
         ({"data": {}}, "at least 5,000 ids"),
         ({"data": {"train": prose(200)}}, "at least 5,000 ids"),
-        ({"data": {"train": torch.randint(len(CHARS), (20_000,))}}, "has not learned enough"),
+        ({"data": {"train": NOISE}}, "has not learned enough"),
     ],
 )
 def test_what_cannot_be_judged_is_not(given: dict[str, Any], why: str) -> None:
@@ -181,3 +170,36 @@ def test_a_model_that_sees_the_next_token_fails_at_the_end_of_the_row() -> None:
     assert (result.status, result.findings[0].code) == ("failed", "GG689")
     assert "no causal mask" in result.findings[0].causes[0]
     assert line(judged(Knows(prose())), "last position").status == "passed"
+
+
+class Constant(nn.Module):
+    """Predicts frequencies, whatever it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(V))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table.expand(*ids.shape, V)
+
+
+class Bigram(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(V, V)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.table(ids)
+        return logits
+
+
+def test_a_model_that_ignores_its_prompt_is_found_once_it_is_trained() -> None:
+    assert failures(ask(Constant(), trained=True)) == [("different prompts", "GG686")]
+    assert failures(ask(Constant())) == []
+
+
+def test_a_model_that_knows_the_last_token_only_is_a_note() -> None:
+    report = ask(Bigram(), trained=True)
+    assert failures(report) == []
+    (note,) = report.findings
+    assert (note.code, note.severity) == ("GG686", Severity.WARNING)

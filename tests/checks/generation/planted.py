@@ -1,4 +1,4 @@
-"""A small GPT whose `generate` can be planted with one fault at a time; without one it is what a user would write."""
+"""A small GPT whose `generate` can be planted with one fault at a time, and one question to the stage."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from gpt_guard.checks.generation.stage import GenerationStage
+from gpt_guard.checks.runner.base import Subject
+from gpt_guard.checks.runner.report import PreflightReport
+from gpt_guard.checks.runner.run import preflight
+from gpt_guard.records import CheckResult
 
 V, BLOCK, WIDTH = 13, 8, 16
 
@@ -75,3 +81,17 @@ def with_generate(method: Callable[..., Any], dropout: float = 0.0) -> TinyGPT:
 def draw(logits: Tensor) -> Tensor:
     """Sample ids `[B, 1]` from logits `[B, V]`."""
     return torch.multinomial(logits.softmax(dim=-1), 1)
+
+
+def ask(model: nn.Module, **given: Any) -> PreflightReport:
+    subject = Subject(model=model, **{"vocab_size": V, "block_size": BLOCK, **given})
+    return preflight(subject, [GenerationStage()])
+
+
+def line(report: PreflightReport, title: str) -> CheckResult:
+    return next(result for result in report.checks if result.title == title)
+
+
+def failures(report: PreflightReport) -> list[tuple[str, str]]:
+    """Title and first code of each line that failed."""
+    return [(result.title, result.findings[0].code) for result in report.failed]

@@ -1,4 +1,7 @@
-"""Has a model learned more than which token follows which? Its loss on held-out text against a bigram model's."""
+"""The corpus that generated text is compared with: its pairs of tokens, a bigram model of them, and held-out rows.
+
+A model has learned more than which token follows which where its loss on held-out text is below the bigram model's.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,8 @@ FEWEST = 5_000
 MOST = 300_000
 """Ids of the corpus that are looked at: fewer say nothing about words and pairs, more change little and take time."""
 HELD_OUT = 20_000
+WINDOWS = 100
+"""Windows of the corpus that are measured for comparison."""
 COPIES = 0.1
 """Nats against its own input below which a model copies what it reads: a probability of 0.9."""
 CLEARLY = 0.95
@@ -47,6 +52,32 @@ def corpus(subject: Subject) -> Corpus | None:
     return Corpus(ids[:cut], ids[cut:][:HELD_OUT])
 
 
+def windows(ids: Tensor, length: int, count: int = WINDOWS) -> Tensor:
+    """Rows `[W, length]`, spread evenly over 1-D token ids; none where these are too few."""
+    if ids.numel() < length or length < 1:
+        return ids.new_zeros(0, max(length, 1))
+    starts = torch.linspace(0, ids.numel() - length, min(count, ids.numel() - length + 1)).long()
+    return ids[starts[:, None] + torch.arange(length)]
+
+
+class TokenPairs:
+    """The pairs of neighbouring tokens in a corpus."""
+
+    def __init__(self, ids: Tensor, vocab_size: int) -> None:
+        self._vocab = vocab_size
+        self._seen = torch.unique(self._codes(ids.long()))
+
+    def unseen(self, rows: Tensor) -> float | None:
+        """The share of pairs in rows `[B, T]` that the corpus never has; None where there is no pair."""
+        codes = self._codes(rows.long())
+        if codes.numel() == 0:
+            return None
+        return 1.0 - float(torch.isin(codes, self._seen).float().mean())
+
+    def _codes(self, ids: Tensor) -> Tensor:
+        return (ids[..., :-1] * self._vocab + ids[..., 1:]).flatten()
+
+
 def bigram_loss(text: Corpus, vocab_size: int) -> float:
     """Nats per token of a bigram model on the held-out part, mixed with unigrams as Witten and Bell (1991) do.
 
@@ -68,8 +99,25 @@ def bigram_loss(text: Corpus, vocab_size: int) -> float:
     return float(-probability.clamp_min(1e-12).log().mean())
 
 
+def bigram_text(ids: Tensor, length: int, count: int, seed: int) -> Tensor:
+    """Rows `[count, length]` in which each token is one that followed the token before it somewhere in the corpus."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.sort(ids[:-1], stable=True)
+    places, sorted_ids = order.indices, order.values
+    now = ids[torch.randint(ids.numel() - 1, (count,), generator=generator)]
+    rows = [now]
+    for _ in range(length - 1):
+        low = torch.searchsorted(sorted_ids, now, right=False)
+        high = torch.searchsorted(sorted_ids, now, right=True)
+        span = (high - low).clamp_min(1)
+        pick = (low + (torch.rand(count, generator=generator) * span).long()).clamp_max(places.numel() - 1)
+        now = ids[places[pick] + 1]
+        rows.append(now)
+    return torch.stack(rows, dim=1)
+
+
 @dataclass(frozen=True)
-class Losses:
+class HeldOutLosses:
     """Nats per token on held-out rows: inside them, at their last position, and against the input itself."""
 
     inside: float
@@ -82,7 +130,7 @@ class Losses:
         return self.last > 2 * self.inside + 1.0
 
 
-def held_out_losses(model: nn.Module, text: Corpus, limit: int | None) -> Losses:
+def held_out_losses(model: nn.Module, text: Corpus, limit: int | None) -> HeldOutLosses:
     """The model's losses on rows of the held-out part; eval mode and no gradient are the caller's.
 
     Positions of the first quarter of a row are left out, since they have little context.
@@ -97,7 +145,7 @@ def held_out_losses(model: nn.Module, text: Corpus, limit: int | None) -> Losses
     copied = F.cross_entropy(logits.transpose(1, 2), rows[:, :-1])
     skip = length // 4
     inside = each[:, skip:-1] if length > 2 else each
-    return Losses(float(inside.mean()), float(each[:, -1].mean()), float(copied))
+    return HeldOutLosses(float(inside.mean()), float(each[:, -1].mean()), float(copied))
 
 
 def _from_batches(subject: Subject) -> Iterator[Tensor]:

@@ -52,3 +52,15 @@ class Base(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         logits: Tensor = self.head(self.middle(self.tokens(ids)))
         return logits
+
+
+class Rope(Base):
+    angles: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.outer(torch.arange(T), torch.arange(C)).cos(), persistent=False)
+        self.register_buffer("mask", torch.full((T, T), -torch.inf).triu(1))
+
+    def middle(self, x: Tensor) -> Tensor:
+        return x * self.angles[: x.size(1)]

@@ -1,4 +1,4 @@
-"""Stage 14: a healthy sampling loop passes, each planted one fails on its line, and young models are not judged."""
+"""Stage 14, the sampling loop: a healthy one passes, each planted fault fails on its line."""
 
 from __future__ import annotations
 
@@ -10,31 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.checks.generation.stage import GenerationStage
-from gpt_guard.checks.runner.base import Subject
-from gpt_guard.checks.runner.report import PreflightReport
-from gpt_guard.checks.runner.run import check, preflight
-from gpt_guard.records import CheckResult, Severity
+from gpt_guard.checks.runner.run import check
+from gpt_guard.records import Severity
 from mini_gpt import MiniGPT, MiniGPTConfig
 
-from ..generate_faults import BLOCK, TinyGPT, V, draw, with_generate, with_step
 from ..variants import HEALTHY, asked
-
-
-def ask(model: nn.Module, **given: Any) -> PreflightReport:
-    subject = Subject(model=model, **{"vocab_size": V, "block_size": BLOCK, **given})
-    return preflight(subject, [GenerationStage()])
-
-
-def line(report: PreflightReport, title: str) -> CheckResult:
-    return next(result for result in report.checks if result.title == title)
-
-
-def failures(report: PreflightReport) -> list[tuple[str, str]]:
-    return [(result.title, result.findings[0].code) for result in report.failed]
-
-
-# --- healthy loops
+from .planted import BLOCK, TinyGPT, V, ask, draw, failures, line, with_generate, with_step
 
 
 def argmax_only(self: TinyGPT, idx: Tensor, max_new_tokens: int) -> Tensor:
@@ -123,9 +104,6 @@ def test_the_examples_generate_passes_without_a_finding() -> None:
     assert {result.title for result in report.checks if result.status == "skipped"} == {"repetition and chaos"}
 
 
-# --- planted faults
-
-
 def wrong_position(model: TinyGPT, ids: Tensor) -> Tensor:
     return draw(model(ids[:, -BLOCK:])[:, -2])
 
@@ -212,6 +190,43 @@ def test_a_prompt_that_alone_is_cropped_is_found() -> None:
         return idx
 
     assert ("text past block_size", "GG682") in failures(ask(with_generate(crops_once)))
+
+
+def likeliest(model: TinyGPT, ids: Tensor, until: int) -> Tensor:
+    while ids.size(1) < until:
+        ids = torch.cat([ids, model(ids[:, -BLOCK:])[:, -1].argmax(dim=-1, keepdim=True)], dim=1)
+    return ids
+
+
+def counted_from_the_whole(self: TinyGPT, ids: Tensor, max_new_tokens: int) -> Tensor:
+    return likeliest(self, ids[:, -BLOCK:], ids.size(1) + max_new_tokens)
+
+
+def once_too_often(self: TinyGPT, ids: Tensor, max_new_tokens: int) -> Tensor:
+    return likeliest(self, ids, ids.size(1) + max_new_tokens + 1)
+
+
+def cropped_first(self: TinyGPT, ids: Tensor, max_new_tokens: int) -> Tensor:
+    ids = ids[:, -BLOCK:]
+    return likeliest(self, ids, ids.size(1) + max_new_tokens)
+
+
+def new_ones_alone(self: TinyGPT, ids: Tensor, max_new_tokens: int) -> Tensor:
+    return cropped_first(self, ids, max_new_tokens)[:, -max_new_tokens:]
+
+
+@pytest.mark.parametrize(
+    ("method", "title"), [(counted_from_the_whole, "long prompt"), (once_too_often, "likeliest tokens")]
+)
+def test_more_than_was_asked_for_is_told(method: Callable[..., Tensor], title: str) -> None:
+    report = ask(with_generate(method))
+    assert failures(report)[0] == (title, "GG680")
+    assert report.failed[0].findings[0].causes[0].startswith("It adds more ids than were asked for")
+
+
+@pytest.mark.parametrize("method", [cropped_first, new_ones_alone])
+def test_a_cropped_prompt_is_no_fault(method: Callable[..., Tensor]) -> None:
+    assert failures(ask(with_generate(method))) == []
 
 
 @pytest.mark.parametrize(
@@ -310,9 +325,6 @@ def test_a_generate_that_raises_is_a_line_with_its_place() -> None:
     assert report.findings[0].where.function == "raises"
 
 
-# --- methods that cannot be asked
-
-
 def takes_text(self: TinyGPT, prompt: str, max_new_tokens: int) -> str:
     return prompt
 
@@ -351,42 +363,6 @@ def test_what_does_not_generate_is_skipped() -> None:
     assert [(result.status, result.measured) for result in report.checks] == [
         ("skipped", "causal=False: an encoder does not generate")
     ]
-
-
-# --- the prompt
-
-
-class Constant(nn.Module):
-    """Predicts frequencies, whatever it is asked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(V))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.table.expand(*ids.shape, V)
-
-
-class Bigram(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(V, V)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.table(ids)
-        return logits
-
-
-def test_a_model_that_ignores_its_prompt_is_found_once_it_is_trained() -> None:
-    assert failures(ask(Constant(), trained=True)) == [("different prompts", "GG686")]
-    assert failures(ask(Constant())) == []
-
-
-def test_a_model_that_knows_the_last_token_only_is_a_note() -> None:
-    report = ask(Bigram(), trained=True)
-    assert failures(report) == []
-    (note,) = report.findings
-    assert (note.code, note.severity) == ("GG686", Severity.WARNING)
 
 
 def test_nothing_is_left_changed() -> None:

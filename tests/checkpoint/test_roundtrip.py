@@ -13,6 +13,7 @@ from torch import nn
 from gpt_guard.checkpoint import load_checkpoint, save_checkpoint
 from gpt_guard.checkpoint.fingerprint import Fingerprint, config_digest, tokenizer_digest, weights_digest
 from gpt_guard.checkpoint.optimizer_state import move_to_parameters
+from gpt_guard.errors import CheckpointError
 from gpt_guard.records import Finding, Severity
 from mini_gpt import MiniGPT, MiniGPTConfig
 
@@ -250,3 +251,48 @@ def test_optimizer_state_keeps_its_place(path: Path, build: Build, train: Train)
         assert state["exp_avg"].device.type == "meta"
         assert state["exp_avg_sq"].device.type == "meta"
         assert state["step"].device.type == "cpu"
+
+
+class Stubborn(torch.optim.lr_scheduler.StepLR):
+    """A scheduler that cannot take any state but its first."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict["last_epoch"] > 0:
+            raise KeyError("last_epoch")
+        super().load_state_dict(state_dict)
+
+
+def test_what_cannot_be_copied_leaves_everything_as_it_was(path: Path) -> None:
+    model = nn.Linear(4, 4)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.save({"model_state_dict": {"weight": torch.full((4, 4), 7.0), "bias": torch.zeros(4, device="meta")}}, path)
+    with pytest.raises(CheckpointError) as refused:
+        load_checkpoint(path, model)
+    assert refused.value.finding.code == "GG705"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_scheduler_that_refuses_leaves_weights_and_optimizer_as_they_were(path: Path) -> None:
+    def parts() -> tuple[nn.Linear, torch.optim.SGD, Stubborn]:
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, optimizer, Stubborn(optimizer, 10)
+
+    model, optimizer, scheduler = parts()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    save_checkpoint(path, model, optimizer, scheduler=scheduler)
+    model, optimizer, scheduler = parts()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError) as refused:
+        load_checkpoint(path, model, optimizer, scheduler=scheduler)
+    assert refused.value.finding.code == "GG708"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not optimizer.state_dict()["state"]
+
+
+def test_weights_under_numbers_are_refused(path: Path) -> None:
+    torch.save({"model_state_dict": {5: torch.zeros(1)}}, path)
+    with pytest.raises(CheckpointError, match="which is no name"):
+        load_checkpoint(path, nn.Linear(4, 4))

@@ -85,13 +85,15 @@ def load_checkpoint(
     _check_parts(stored, "scheduler", schedulers, stored.schedulers, reporter)
     _check_parts(stored, "scaler", scalers, stored.scalers, reporter)
     _warn_of_non_finite(bare, stored, found.state, reporter)
-    with _Undo(optimizers) as undo:
+    parts = (*zip(schedulers, stored.schedulers, strict=False), *zip(scalers, stored.scalers, strict=False))
+    with _Undo(*optimizers, *(part for part, _ in parts)) as undo:
         for one, state in zip(optimizers, stored.optimizers, strict=False):
-            _load_optimizer(one, state, stored, reporter)
+            _load_part(one, state, stored, reporter)
+            move_to_parameters(one)
+        for part, saved in parts:
+            _load_part(part, saved, stored, reporter)
         copy_weights(bare, found, stored, strict, reporter)
         undo.keep()
-    for part, saved in (*zip(schedulers, stored.schedulers, strict=False), *zip(scalers, stored.scalers, strict=False)):
-        part.load_state_dict(saved)
     return LoadedCheckpoint(
         path=str(path),
         step=stored.step,
@@ -105,10 +107,10 @@ def load_checkpoint(
 
 
 class _Undo:
-    """Gives optimizers their old state back if the block does not end with `keep()`."""
+    """Gives optimizers, schedulers and scalers their old state back if the block does not end with `keep()`."""
 
-    def __init__(self, optimizers: tuple[Optimizer, ...]) -> None:
-        self._old = [(optimizer, optimizer.state_dict()) for optimizer in optimizers]
+    def __init__(self, *parts: Any) -> None:
+        self._old = [(part, part.state_dict()) for part in parts]
 
     def keep(self) -> None:
         self._old = []
@@ -117,8 +119,8 @@ class _Undo:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for optimizer, state in self._old:
-            optimizer.load_state_dict(state)
+        for part, state in self._old:
+            part.load_state_dict(state)
 
 
 def _check_optimizers(
@@ -183,10 +185,9 @@ def _warn_of_non_finite(model: nn.Module, stored: Stored, state: Mapping[str, An
         )
 
 
-def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], stored: Stored, reporter: Reporter) -> None:
+def _load_part(part: Any, state: dict[str, Any], stored: Stored, reporter: Reporter) -> None:
     try:
-        optimizer.load_state_dict(state)
+        part.load_state_dict(state)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-        seen = f"{type(optimizer).__name__} does not take the state in {stored.path}: {error}"
+        seen = f"{type(part).__name__} does not take the state in {stored.path}: {error}"
         reporter.refuse("GG708", seen, likely=["kind"], because=error)
-    move_to_parameters(optimizer)

@@ -262,6 +262,8 @@ def take_apart(path: Path, payload: Any, reporter: Reporter) -> Stored:
     if not isinstance(weights, Mapping) or not _is_state_dict(weights):
         inside = f" (its keys are {some(payload)})" if payload else ""
         _refuse(path, f"holds a dict without model weights{inside}; looked for {', '.join(MODEL_KEYS)}", reporter)
+    if odd := [key for key in weights if not isinstance(key, str)]:
+        _refuse(path, f"holds weights under the key {printable(repr(odd[0]))}, which is no name", reporter)
     return Stored(
         path=path,
         stamp=_stamp(path, rest, reporter),

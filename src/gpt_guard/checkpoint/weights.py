@@ -46,14 +46,33 @@ def fit_weights(
 
 
 def copy_weights(model: nn.Module, found: Match, stored: Stored, strict: bool, reporter: Reporter) -> None:
-    """Copy matched weights into the model, in place."""
+    """Copy matched weights into the model, in place; where one of them cannot be copied, all are as before.
+
+    For that long the old weights are kept a second time, in the memory of the host.
+    """
     state = _versioned(OrderedDict(found.state), found, stored)
+    before = _kept(model)
     try:
         model.load_state_dict(state, strict=strict and found.fits)
-    except RuntimeError as error:
-        lines = [printable(line.strip(), 200) for line in str(error).splitlines()[1:4]]
-        seen = f"{type(model).__name__} does not take the weights in {stored.path}: {' '.join(lines)}"
+    except BaseException as error:
+        _put_back(before)
+        if not isinstance(error, (RuntimeError, TypeError, ValueError, KeyError, AttributeError, NotImplementedError)):
+            raise
+        lines = [printable(line.strip(), 200) for line in str(error).splitlines()[:4] if line.strip()]
+        seen = f"{type(model).__name__} does not take the weights in {stored.path}: {' '.join(lines[-3:])}"
         reporter.refuse("GG705", seen, because=error)
+
+
+def _kept(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """The tensors of a model's state, each with a copy; a lazy one has no values, and one on `meta` neither."""
+    values = (value for value in model.state_dict(keep_vars=True).values() if isinstance(value, Tensor))
+    return [(value, value.detach().to("cpu", copy=True)) for value in values if not (is_lazy(value) or value.is_meta)]
+
+
+@torch.no_grad()
+def _put_back(before: list[tuple[Tensor, Tensor]]) -> None:
+    for value, old in before:
+        value.copy_(old)
 
 
 def _takes(model: nn.Module, found: Match, stored: Stored) -> bool:
@@ -62,11 +81,7 @@ def _takes(model: nn.Module, found: Match, stored: Stored) -> bool:
     # A lazy module takes its shapes from what it loads, which could not be put back.
     if found.untied or found.kinds or not own_way or any(map(is_lazy, model.parameters())):
         return False
-    before = {
-        name: (value, value.detach().clone())
-        for name, value in model.state_dict(keep_vars=True).items()
-        if isinstance(value, Tensor)
-    }
+    before = _kept(model)
     whole = OrderedDict({**found.state, **found.unexpected})
     try:
         rejected = model.load_state_dict(_versioned(whole, found, stored), strict=False)
@@ -74,9 +89,7 @@ def _takes(model: nn.Module, found: Match, stored: Stored) -> bool:
     except (RuntimeError, KeyError, AttributeError, TypeError):
         accepted = False
     finally:
-        with torch.no_grad():
-            for value, old in before.values():
-                value.copy_(old)
+        _put_back(before)
     if accepted:
         found.state = dict(whole)
         found.unexpected = {}

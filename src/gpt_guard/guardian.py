@@ -142,7 +142,8 @@ class Guardian(Staged):
                 replayer=self._replayer,
             )
             # One that is dropped while it watches, as in a notebook, takes itself off.
-            self._dropped = weakref.finalize(self, self._session.close)
+            rest = self._subject.model, self.guards, self._dispatch, self._progress
+            self._dropped = weakref.finalize(self, _take_off, self._session, *rest)
             self._dropped.atexit = False
             self._session.open()
             return self
@@ -269,3 +270,17 @@ class Guardian(Staged):
         take_back(state, self._progress, self.guards)
         if self._session is not None:
             self._session.watch.inspection.restart()
+
+
+def _take_off(
+    session: Session,
+    model: Callable[[], nn.Module | None],
+    guards: Sequence[Guard],
+    dispatch: Dispatch,
+    progress: Progress,
+) -> None:
+    """Detach what a Guardian that is gone has left, and close its sinks with the report of its run."""
+    dispatch.quiet = True
+    unseen: list[str] = []
+    session.leave(unseen)
+    dispatch.close(make_report(model(), guards, dispatch, progress, unseen))

@@ -33,30 +33,47 @@ _MOMENTS = ("before_backward", "after_backward", "before_step", "after_step", "j
 _MODULE_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OPTIMIZER_TABLES = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _PACKAGE = str(Path(gpt_guard.__file__).parent)
+_ENGINE = "torch's backward"
 _LINES = 30
 
 
 class Clock:
-    """Adds up seconds and calls by part; the wrapper's own time is measured once and taken off."""
+    """Notes seconds and calls by part and step; the wrapper's own time is measured once and taken off."""
 
     def __init__(self) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.steps: list[dict[str, float]] = []
         self.calls: Counter[str] = Counter()
+        self._now: defaultdict[str, float] = defaultdict(float)
         self._inner = [0.0]
         self._inside = self._outside = 0.0
-        empty, count = self.timed("empty", lambda: None), 20_000
-        start = time.perf_counter()
-        for _ in range(count):
+        empty, wholes = self.timed("empty", lambda: None), []
+        for _ in range(2000):
+            start = time.perf_counter()
             empty()
-        whole = (time.perf_counter() - start) / count
-        self._inside = self.seconds["empty"] / count
-        self._outside = whole - self._inside
+            wholes.append(time.perf_counter() - start)
+            self.step_ends()
+        self._inside = self.usual("empty")
+        self._outside = statistics.median(wholes) - self._inside
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was added up."""
-        self.seconds.clear()
+        """Forget all that was noted."""
+        self.steps.clear()
         self.calls.clear()
+        self._now.clear()
+
+    def step_ends(self) -> None:
+        """What was noted since the last time is that of one step."""
+        self.steps.append(dict(self._now))
+        self._now.clear()
+
+    def usual(self, part: str) -> float:
+        """Seconds in the median step."""
+        return statistics.median(step.get(part, 0.0) for step in self.steps)
+
+    def mean(self, part: str) -> float:
+        """Seconds a step, with what comes seldom, and with whatever disturbed a step."""
+        return statistics.mean(step.get(part, 0.0) for step in self.steps)
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The same function, its time noted under this part."""
@@ -69,7 +86,7 @@ class Clock:
                 return function(*args, **kwargs)
             finally:
                 spent = time.perf_counter() - start
-                self.seconds[part] += spent - self._inner.pop() - self._inside
+                self._now[part] += spent - self._inner.pop() - self._inside
                 self.calls[part] += 1
                 self._inner[-1] += spent + self._outside
 
@@ -149,38 +166,41 @@ def print_parts(
         run_dir = folder if run_log else None
         added, bare = [], []
         for _ in range(arguments.pairs or 5):
-            bare.append(statistics.mean(loop.times(steps + 2)[2:]))
+            bare.append(statistics.median(loop.times(steps + 2)[2:]))
             with Guardian(loop.model, loop.optimizer, guards=guards(), sinks=[], run_dir=run_dir):
                 loop.times(arguments.warm_up)
-                added.append(statistics.mean(loop.times(steps)) - bare[-1])
+                added.append(statistics.median(loop.times(steps)) - bare[-1])
         clock, used = Clock(), guards()
         time_guards(clock, used)
         # torch's own backward lies inside of ours, and is not what watching costs.
-        engine = clock.timed("torch's backward", torch.autograd.backward)
+        engine = clock.timed(_ENGINE, torch.autograd.backward)
         watching = Guardian(loop.model, loop.optimizer, guards=used, sinks=[], run_dir=run_dir)
         with _attribute(torch.autograd, "backward", engine), watching:
             loop.times(arguments.warm_up)
             with timed_ends(clock, loop):
                 clock.reset()
-                loop.times(steps)
+                for _ in range(steps):
+                    loop.step()
+                    clock.step_ends()
         with Guardian(loop.model, loop.optimizer, guards=guards(), sinks=[], run_dir=run_dir):
             loop.times(arguments.warm_up)
             profile = cProfile.Profile()
             profile.runcall(loop.times, steps)
     print(f"\n{name}: a bare step takes {statistics.median(bare) * 1e6:.0f} us; watching adds, in microseconds a step")
-    _print_clock(clock, steps, statistics.median(added))
+    _print_clock(clock, statistics.median(added))
     _print_functions(profile, steps)
 
 
-def _print_clock(clock: Clock, steps: int, added: float) -> None:
-    parts = {part: seconds for part, seconds in clock.seconds.items() if part != "torch's backward"}
-    print(f"{'part':56}{'us a step':>10}{'calls a step':>14}")
-    for part, seconds in sorted(parts.items(), key=lambda item: -item[1]):
-        print(f"{part:56}{seconds / steps * 1e6:>10.1f}{clock.calls[part] / steps:>14.1f}")
-    known = sum(parts.values()) / steps
-    print(f"{'all parts':56}{known * 1e6:>10.1f}")
-    print(f"{'the rest, to what guarded blocks take longer':56}{(added - known) * 1e6:>10.1f}")
-    print(f"{'guarded less bare':56}{added * 1e6:>10.1f}")
+def _print_clock(clock: Clock, added: float) -> None:
+    print(f"{'part':56}{'usual us':>10}{'mean us':>10}{'calls a step':>14}")
+    parts = [part for part in clock.calls if part != _ENGINE]
+    for part in sorted(parts, key=clock.usual, reverse=True):
+        calls = clock.calls[part] / len(clock.steps)
+        print(f"{part:56}{clock.usual(part) * 1e6:>10.1f}{clock.mean(part) * 1e6:>10.1f}{calls:>14.1f}")
+    known, mean = sum(map(clock.usual, parts)), sum(map(clock.mean, parts))
+    print(f"{'all parts':56}{known * 1e6:>10.1f}{mean * 1e6:>10.1f}")
+    print(f"{'the rest, to what a guarded step takes longer':56}{(added - known) * 1e6:>10.1f}")
+    print(f"{'guarded less bare, usual step':56}{added * 1e6:>10.1f}")
 
 
 def _print_functions(profile: cProfile.Profile, steps: int) -> None:

@@ -34,18 +34,22 @@ def pytest_configure(config: pytest.Config) -> None:
         if config.pluginmanager.hasplugin("xdist") and config.getoption("dist") != "no":
             # Tests of one file share outcomes: which of them comes first must not depend on chance.
             config.option.dist = "loadfile"
-        config.pluginmanager.register(Verdicts(Path(config.getoption("verdicts"))))
+        # A worker of xdist writes nothing: its reports go to the controller.
+        writes = not hasattr(config, "workerinput")
+        config.pluginmanager.register(Verdicts(Path(config.getoption("verdicts")), writes=writes))
 
 
 class Verdicts:
-    """Notes the findings of each test, in whichever process it runs, and writes them all at the end."""
+    """Notes the findings of each test, in whichever process it runs; writes them as they come, in order at the end."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, writes: bool) -> None:
+        self.path, self.writes = path, writes
         self.lines: set[str] = set()
+        self.skipped: set[str] = set()
         self.seen: set[str] = set()
+        if writes:
+            path.write_text("", encoding="utf-8")
 
-    @pytest.hookimpl
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Begin to listen where tests run: a controller of xdist runs none."""
         if session.items:
@@ -61,16 +65,18 @@ class Verdicts:
         self.seen = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take over what any process has found; skipped tests say nothing."""
-        if report.when == "call" and report.outcome == "skipped":
-            return
-        if report.when == "teardown":
-            self.lines |= {str(value) for key, value in report.user_properties if key == "verdict"}
+        """Take over what a test has found, so that a run which is broken off leaves what it had; nothing for skips."""
+        if report.outcome == "skipped":
+            self.skipped.add(report.nodeid)
+        elif self.writes and report.when == "teardown" and report.nodeid not in self.skipped:
+            new = {str(value) for key, value in report.user_properties if key == "verdict"} - self.lines
+            self.lines |= new
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(f"{line}\n" for line in new)
 
-    @pytest.hookimpl
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Write the table, unless this is a worker of xdist, whose reports go to the controller."""
-        if not hasattr(session.config, "workerinput"):
+    def pytest_sessionfinish(self) -> None:
+        """Write the table in order."""
+        if self.writes:
             table = ["\t".join(COLUMNS), *sorted(self.lines)]
             self.path.write_text("\n".join(table) + "\n", encoding="utf-8")
 
@@ -156,8 +162,10 @@ def _plain(cell: str) -> str:
 def _table(path: str) -> dict[str, Counter[str]]:
     """Findings by test, its file left out."""
     tests: dict[str, Counter[str]] = defaultdict(Counter)
-    for row in Path(path).read_text(encoding="utf-8").splitlines()[1:]:
+    for row in Path(path).read_text(encoding="utf-8").splitlines():
         test, _, found = row.partition("\t")
+        if "::" not in test:
+            continue
         tests[test.partition("::")[2]][found] += not found.startswith(_SILENT)
     return tests
 

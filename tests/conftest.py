@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch.nn.modules import module as torch_module
 
+from .verdicts import pytest_addoption as pytest_addoption
+from .verdicts import pytest_configure as pytest_configure
+
 # Several processes that each use all cores are in each other's way.
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)

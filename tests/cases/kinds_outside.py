@@ -192,7 +192,7 @@ both(UNHOOKED, "GG901", "0", within=None)(compiled("part"))
 # Two processes.
 
 SCENARIOS = ("branch_on_one_rank", "healthy")
-_WORKER = Path(__file__).parents[1] / "callbacks" / "replica_worker.py"
+_WORKER = Path(__file__).parents[1] / "callbacks" / "distributed" / "replica_worker.py"
 
 
 @cache

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from gpt_guard.callbacks.loop_order.guard import LoopOrder
     from gpt_guard.callbacks.losses.loss_balance import LossBalance, loss_balance
     from gpt_guard.callbacks.losses.loss_inputs import LossInputs
-    from gpt_guard.callbacks.modes.eval_mode import EvalModeAssert
-    from gpt_guard.callbacks.modes.freezing import FreezeInTrain
+    from gpt_guard.callbacks.modes.frozen import FreezeInTrain
+    from gpt_guard.callbacks.modes.guard import EvalModeAssert
     from gpt_guard.callbacks.precision.autocast import AutocastUse
     from gpt_guard.callbacks.probes.model_probe import ModelProbe
     from gpt_guard.callbacks.schedule.lr import LRTracker
@@ -87,12 +87,12 @@ _HOME = {
     "ConsoleSink": "sinks.console",
     "DataError": "errors",
     "DataWatch": "callbacks.data.data_watch",
-    "EvalModeAssert": "callbacks.modes.eval_mode",
+    "EvalModeAssert": "callbacks.modes.guard",
     "Finding": "records",
     "Fingerprint": "checkpoint.fingerprint",
     "FingerprintMismatch": "errors",
     "FiniteGuard": "callbacks.finite.guard",
-    "FreezeInTrain": "callbacks.modes.freezing",
+    "FreezeInTrain": "callbacks.modes.frozen",
     "GradNormMonitor": "callbacks.gradients.grad_norm",
     "GradientError": "errors",
     "Guard": "callbacks.base",

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from gpt_guard.callbacks.attention.attention_masks import HIDDEN
 from gpt_guard.callbacks.base import Guard
-from gpt_guard.callbacks.modes.eval_dropout import active_dropout, dropout_in_eval
+from gpt_guard.callbacks.modes.dropout import active_dropout, dropout_in_eval
 from gpt_guard.callbacks.probes.probe_ask import Asker, OutOfBudget
 from gpt_guard.callbacks.probes.probe_batch import Attended, Batch
 from gpt_guard.callbacks.probes.probe_future import future_findings

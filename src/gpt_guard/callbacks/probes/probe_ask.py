@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gpt_guard.callbacks.modes.eval_dropout import DropoutCall, active_dropout
+from gpt_guard.callbacks.modes.dropout import DropoutCall, active_dropout
 from gpt_guard.callbacks.probes.probe_batch import Batch
 from gpt_guard.hooks.functions.functions import FunctionCall, FunctionTap
 from gpt_guard.hooks.isolation.rerun import Rerun

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from gpt_guard.callbacks.modes.eval_dropout import dropout_in_eval
+from gpt_guard.callbacks.modes.dropout import dropout_in_eval
 from gpt_guard.callbacks.probes.probe_ask import Answer, Asker
 from gpt_guard.catalogue import finding
 from gpt_guard.hooks.tensors import walk

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from gpt_guard.callbacks.modes.eval_mode import EvalModeAssert
+from gpt_guard.callbacks.modes.guard import EvalModeAssert
 from gpt_guard.guardian import Guardian
 from gpt_guard.records import Finding, Severity
 

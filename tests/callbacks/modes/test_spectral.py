@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
 
-from gpt_guard.callbacks.modes.eval_mode import EvalModeAssert
+from gpt_guard.callbacks.modes.guard import EvalModeAssert
 from gpt_guard.guardian import Guardian
 from gpt_guard.records import Finding
 
@@ -83,14 +83,6 @@ def test_estimates_that_were_loaded_are_silent() -> None:
 
 def test_the_parametrization_is_silent() -> None:
     assert run(net(parametrizations.spectral_norm), "evaluate", "train") == []
-
-
-def test_it_listens_to_no_other_model() -> None:
-    model = nn.Linear(2, 2)
-    with Guardian(model, None, guards=[EvalModeAssert()], sinks=[], replay=False) as guardian:
-        session = guardian._session
-        assert session is not None
-        assert session.watch.forward_ended == []
 
 
 def test_it_is_quiet_once_it_is_detached() -> None:

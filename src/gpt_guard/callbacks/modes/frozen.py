@@ -1,20 +1,25 @@
-"""What EvalModeAssert says of a part that began in eval mode and was put into training mode by a call on the whole."""
+"""Parts that are kept frozen: put into training mode by a call on the whole, or frozen by a train() nobody calls."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
-from typing import Any
+from types import FunctionType
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from gpt_guard.callbacks.modes.eval_words import call
-from gpt_guard.callbacks.modes.mode_sensitive import Sensitive, described
+from gpt_guard.callbacks.base import Guard
+from gpt_guard.callbacks.modes.no_grad_forwards import described_call
+from gpt_guard.callbacks.modes.sensitive import Sensitive, described
+from gpt_guard.callbacks.updates.param_plan import listed
 from gpt_guard.catalogue import finding
 from gpt_guard.hooks.copies import Uncopiable, Uncopied
 from gpt_guard.hooks.watch import Watch
-from gpt_guard.records import Finding, Moment
+from gpt_guard.records import Finding, Moment, Observation
 
 
 class BeganInEval:
@@ -105,7 +110,7 @@ def _unfrozen(
     what = "1 mode-sensitive module was" if one else f"{len(told)} mode-sensitive modules were"
     seen = (
         f"{what} in eval mode {began} and {'is' if one else 'are'} in training mode in this step ({described(told)}). "
-        f"{call('train', who)}"
+        f"{described_call('train', who)}"
     )
     if frozen:
         seen += f" {'Its' if one else 'Their'} parameters are frozen."
@@ -139,3 +144,120 @@ def _on_the_part(called: str, part: list[str]) -> bool:
     split = [path.split(".") for path in part]
     common = ".".join(parts[0] for parts in takewhile(lambda names: len(set(names)) == 1, zip(*split, strict=False)))
     return called != "" and (called == common or called.startswith(f"{common}."))
+
+
+class FreezeInTrain(Guard):
+    """Asks modules with a `train(mode)` of their own, in the first inspected step, what that would freeze.
+
+    It is called with the mode that the module is in anyway; flags, modes and whatever else it sets are put back. Told
+    are parameters that train now and would not after that call. A model whose `train()` has been called has nothing
+    to change and is silent. A method of this name that is something else, such as one that trains, is never called.
+    Runs once after the first step of each inspected stretch; reads nothing from the device.
+    """
+
+    inspects: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._reported = False
+        self._clear()
+
+    def _clear(self) -> None:
+        self._asked = False
+        self._found: Finding | None = None
+        self._failed: str | None = None
+
+    def attach(self, watch: Watch) -> None:
+        super().attach(watch)
+        self._clear()
+        watch.inspection.on_begin(self._ask_again)
+
+    def _ask_again(self) -> None:
+        self._asked = False
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        if self._asked or self._reported or not self.watch.inspection.active:
+            return
+        self._asked = True
+        own = [(path, each) for path, each in self.watch.model.named_modules() if _train_of(each) is not None]
+        other = {id(each) for _, each in own if not _sets_modes(_train_of(each))}
+        # A call on a module reaches what is inside of it.
+        own = [(path, each) for path, each in own if not any(id(inner) in other for inner in each.modules())]
+        if own:
+            with self.watch.inspection.probing("train() called again"), self.watch.modes.ignoring():
+                self._ask(own)
+
+    def _ask(self, own: list[tuple[str, nn.Module]]) -> None:
+        trained = {name for name, each in self.watch.parameters.items() if each.requires_grad and each.grad is not None}
+        for path, module in own:
+            try:
+                module.train(module.training)
+            except Exception as error:
+                self._failed = f"what train() of {type(module).__name__} freezes: it raised {type(error).__name__}"
+                continue
+            frozen = [name for name in sorted(trained) if not self.watch.parameters[name].requires_grad]
+            if frozen:
+                self._found = self._finding(path, module, frozen)
+                return
+
+    def _finding(self, path: str, module: nn.Module, frozen: list[str]) -> Finding:
+        kind = type(module).__name__
+        return finding(
+            "GG511",
+            f"`{path or 'the model'}` ({kind}) has a train() of its own that freezes {len(frozen)} parameters "
+            f"({listed(frozen)}); they have gradients in this step, so it has not been called.",
+            likely=["not_called"],
+            step=self.watch.step,
+            moment=Moment.BEFORE_STEP,
+            module=path,
+            module_class=kind,
+            parameter=frozen[0],
+            evidence={"parameters": frozen[:50], "count": len(frozen)},
+        )
+
+    def judge(self, seen: Observation) -> Iterable[Finding]:
+        found, self._found = self._found, None
+        if found is not None:
+            self._reported = True
+            yield found
+
+    def blind_spots(self) -> Iterable[str]:
+        return () if self._failed is None else (self._failed,)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"said": self._reported}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._reported = bool(state["said"])
+
+
+def _train_of(module: nn.Module) -> Any:
+    """What a module, or a class of it below nn.Module that is none of torch's, has for `train`; None if neither has."""
+    if "train" in vars(module):
+        return vars(module)["train"]
+    for kind in type(module).__mro__:
+        if kind is nn.Module:
+            return None
+        if "train" in vars(kind):
+            return None if kind.__module__.startswith("torch.") else vars(kind)["train"]
+    return None
+
+
+def _sets_modes(train: Any) -> bool:
+    """Whether a method by the name of `train` is nn.Module's one made to do more, and not a loop that trains.
+
+    Many models have a `train(epochs)`. Taken for an override is what can be called with a mode alone, hands it on, and
+    names nothing that a training step is made of.
+    """
+    if not isinstance(train, FunctionType):
+        return False
+    function = inspect.unwrap(train)
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    names = set(function.__code__.co_names)
+    if not parameters or not names & {"train", "eval", "training"} or names & {"backward", "step", "zero_grad"}:
+        return False
+    mode, *others = parameters
+    if any(each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in others):
+        return False
+    if mode.name == "mode":
+        return mode.default is mode.empty or isinstance(mode.default, bool)
+    return "super" in names and (mode.kind is mode.VAR_POSITIONAL or isinstance(mode.default, bool))

@@ -1,24 +1,23 @@
-"""EvalModeAssert: forwards without gradients in training mode that are meant so, and faults that look alike."""
+"""Forwards without gradients in training mode: evaluations that forgot eval(), and forwards that are meant so."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import copy
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.optim import SGD, Optimizer
 from torch.optim.swa_utils import update_bn
+from torch.utils.checkpoint import checkpoint
 
-from gpt_guard.callbacks.modes.eval_mode import EvalModeAssert
+from gpt_guard.callbacks.modes.guard import EvalModeAssert
+from gpt_guard.errors import ModeError
 from gpt_guard.guardian import Guardian
 from gpt_guard.records import Finding, Severity
 
-
-def net() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
+from .loops import Run, net, validate
 
 
 class Halves(nn.Module):
@@ -32,39 +31,161 @@ class Halves(nn.Module):
         return out
 
 
-class Run:
-    """A model in training, with one optimizer or several."""
+@pytest.mark.parametrize("batches", [1, 3])
+def test_validation_in_training_mode(batches: int) -> None:
+    run = Run()
 
-    def __init__(self, model: nn.Module | None = None, optimizers: int = 1) -> None:
-        self.model = model or net()
-        parameters = list(self.model.parameters())
-        self.optimizers: list[Optimizer] = [SGD(parameters[part::optimizers], lr=0.01) for part in range(optimizers)]
+    def loop(guardian: Guardian) -> None:
+        run.train(3)
+        validate(run.model, batches)
+        run.train(3)
 
-    def train(self, steps: int = 1, *, before: Callable[[], object] | None = None, micro_batches: int = 1) -> None:
-        for _ in range(steps):
-            for optimizer in self.optimizers:
-                optimizer.zero_grad()
-            for _ in range(micro_batches):
-                if before is not None:
-                    before()
-                x = torch.randn(8, 4)
-                functional.mse_loss(self.model(x), x.sum(1, keepdim=True)).backward()
-            for optimizer in self.optimizers:
-                optimizer.step()
-
-    def sample(self, batches: int = 1) -> None:
-        with torch.no_grad():
-            for _ in range(batches):
-                self.model(torch.randn(8, 4))
-
-    def watch(self, loop: Callable[[Guardian], object]) -> list[Finding]:
-        guardian = Guardian(self.model, self.optimizers, guards=[EvalModeAssert()], sinks=[])
-        with guardian:
-            loop(guardian)
-        return list(guardian.findings)
+    (found,) = run.watch(loop)
+    assert (found.code, found.step, found.evaluation, found.module) == ("GG501", 3, True, "1")
+    assert found.evidence["modules"] == ["1", "3"]
+    assert "Dropout p=0.2" in found.seen
+    assert "changed the running statistics of 1 of them" in found.seen
+    assert found.where is not None
+    assert found.where.function == "validate"
+    assert found.guard == "EvalModeAssert"
 
 
-def told(found: Iterable[Finding]) -> list[tuple[str, Severity, int | None]]:
+def test_the_last_validation_is_told_at_exit() -> None:
+    run = Run()
+
+    def loop(guardian: Guardian) -> None:
+        run.train(3)
+        validate(run.model)
+
+    assert [found.code for found in run.watch(loop)] == ["GG501"]
+
+
+def test_who_called_train_is_named() -> None:
+    run = Run()
+
+    def too_early() -> None:
+        run.model.train()
+
+    def loop(guardian: Guardian) -> None:
+        run.train()
+        run.model.eval()
+        too_early()
+        validate(run.model, 2)
+
+    (found,) = run.watch(loop)
+    assert "model.train() was called in `too_early`" in found.seen
+
+
+def test_evaluation_without_optimizer_is_told_at_once() -> None:
+    model = net()
+    guardian = Guardian(model, None, guards=[EvalModeAssert()], sinks=[], policy={"GG501": "halt"})
+    with guardian, pytest.raises(ModeError, match="training mode"):
+        validate(model)
+
+
+def test_inference_mode_counts_as_evaluation() -> None:
+    run = Run()
+
+    def loop(guardian: Guardian) -> None:
+        run.train()
+        with torch.inference_mode():
+            run.model(torch.randn(8, 4))
+            run.model(torch.randn(8, 4))
+
+    assert [found.code for found in run.watch(loop)] == ["GG501"]
+
+
+def test_evaluation_in_eval_mode_is_quiet() -> None:
+    run = Run()
+
+    def loop(guardian: Guardian) -> None:
+        validate(run.model)
+        for _ in range(3):
+            run.train()
+            with guardian.evaluating():
+                run.model(torch.randn(8, 4))
+            run.model.eval()
+            validate(run.model, 2)
+            run.model.train()
+
+    assert run.watch(loop) == []
+
+
+def test_a_model_in_which_mode_changes_nothing_is_quiet() -> None:
+    run = Run(nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Dropout(0.0), nn.Linear(8, 1)))
+
+    def loop(guardian: Guardian) -> None:
+        run.train()
+        validate(run.model, 3)
+        run.model.eval()
+        run.train()
+
+    assert run.watch(loop) == []
+
+
+def test_monte_carlo_dropout_can_be_allowed() -> None:
+    run = Run(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1)), allow=["1"])
+
+    def loop(guardian: Guardian) -> None:
+        run.train()
+        validate(run.model, 10)
+
+    assert run.watch(loop) == []
+
+
+def test_a_generator_sampled_for_its_critic_is_quiet() -> None:
+    generator, critic = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)), net()
+    opt_g, opt_c = torch.optim.Adam(generator.parameters(), 1e-3), torch.optim.Adam(critic.parameters(), 1e-3)
+
+    def loop() -> None:
+        for step in range(6):
+            for _ in range(3):
+                with torch.no_grad():
+                    fake = generator(torch.randn(8, 4))
+                opt_c.zero_grad()
+                (critic(fake).mean() - critic(torch.randn(8, 4)).mean()).backward()
+                opt_c.step()
+            if step % 2:
+                opt_g.zero_grad()
+                critic(generator(torch.randn(8, 4))).mean().backward()
+                opt_g.step()
+
+    with (
+        Guardian(generator, opt_g, guards=[EvalModeAssert()], sinks=[]) as first,
+        Guardian(critic, opt_c, guards=[EvalModeAssert()], sinks=[]) as second,
+    ):
+        loop()
+    assert list(first.findings) == []
+    assert list(second.findings) == []
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_the_whole_model_is_quiet(reentrant: bool) -> None:
+    run = Run()
+
+    def loop(guardian: Guardian) -> None:
+        for _ in range(5):
+            x = torch.randn(8, 4, requires_grad=True)
+            run.optimizers[0].zero_grad()
+            checkpoint(run.model, x, use_reentrant=reentrant).mean().backward()
+            run.optimizers[0].step()
+
+    assert run.watch(loop) == []
+
+
+def test_an_averaged_copy_in_training_mode_is_not_ours() -> None:
+    run = Run()
+    average = copy.deepcopy(run.model)
+
+    def loop(guardian: Guardian) -> None:
+        for _ in range(3):
+            run.train()
+            validate(average, 2)
+
+    assert run.watch(loop) == []
+
+
+def listed(found: Iterable[Finding]) -> list[tuple[str, Severity, int | None]]:
     return [(each.code, each.severity, each.step) for each in found]
 
 
@@ -92,7 +213,7 @@ def test_a_momentum_that_is_always_none_excuses_nothing() -> None:
         run.train(5)
         run.sample(3)
 
-    assert told(run.watch(loop)) == [("GG501", Severity.WARNING, 5)]
+    assert listed(run.watch(loop)) == [("GG501", Severity.WARNING, 5)]
 
 
 # Modules put back on purpose.
@@ -146,7 +267,7 @@ def test_what_was_not_meant_is_told_after_what_was() -> None:
         run.model.get_submodule("1").eval()
         run.sample(2)
 
-    assert told(run.watch(loop)) == [("GG501", Severity.INFO, 5), ("GG501", Severity.WARNING, 8)]
+    assert listed(run.watch(loop)) == [("GG501", Severity.INFO, 5), ("GG501", Severity.WARNING, 8)]
 
 
 def test_the_call_that_is_named_is_about_the_module_that_is_named() -> None:
@@ -187,7 +308,7 @@ def test_a_validation_between_pseudo_labels_is_told() -> None:
             run.train(5, before=run.sample)
             run.sample(4)
 
-    assert told(run.watch(loop)) == [("GG501", Severity.WARNING, 5)]
+    assert listed(run.watch(loop)) == [("GG501", Severity.WARNING, 5)]
 
 
 def test_a_single_validation_between_pseudo_labels_is_told() -> None:
@@ -198,7 +319,7 @@ def test_a_single_validation_between_pseudo_labels_is_told() -> None:
         run.sample()
         run.train(5, before=run.sample)
 
-    assert told(run.watch(loop)) == [("GG501", Severity.WARNING, 5)]
+    assert listed(run.watch(loop)) == [("GG501", Severity.WARNING, 5)]
 
 
 def test_a_validation_after_each_step_is_told() -> None:
@@ -209,7 +330,7 @@ def test_a_validation_after_each_step_is_told() -> None:
             run.train()
             run.sample()
 
-    assert told(run.watch(loop)) == [("GG501", Severity.WARNING, 1)]
+    assert listed(run.watch(loop)) == [("GG501", Severity.WARNING, 1)]
 
 
 def test_a_validation_before_and_after_each_step_is_told_at_the_end() -> None:
@@ -221,7 +342,7 @@ def test_a_validation_before_and_after_each_step_is_told_at_the_end() -> None:
             run.train()
             run.sample()
 
-    assert told(run.watch(loop)) == [("GG501", Severity.WARNING, 10)]
+    assert listed(run.watch(loop)) == [("GG501", Severity.WARNING, 10)]
 
 
 def test_a_test_of_shapes_before_the_first_step_is_quiet() -> None:
@@ -242,12 +363,12 @@ def test_a_validation_before_the_first_step_is_told(batches: int) -> None:
         run.sample(batches)
         run.train(5)
 
-    assert told(run.watch(loop)) == [("GG501", Severity.WARNING, 0)]
+    assert listed(run.watch(loop)) == [("GG501", Severity.WARNING, 0)]
 
 
 def test_a_script_that_only_evaluates_is_told() -> None:
     run = Run()
-    found = told(run.watch(lambda _: run.sample(2)))
+    found = listed(run.watch(lambda _: run.sample(2)))
     assert [each for each in found if each[0] != "GG903"] == [("GG501", Severity.WARNING, 0)]
 
 

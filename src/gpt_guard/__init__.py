@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gpt_guard.callbacks.modes.guard import EvalModeAssert
     from gpt_guard.callbacks.precision.autocast import AutocastUse
     from gpt_guard.callbacks.probes.model_probe import ModelProbe
-    from gpt_guard.callbacks.schedule.lr import LRTracker
+    from gpt_guard.callbacks.schedule.guard import LRTracker
     from gpt_guard.callbacks.updates.param_delta import ParamDeltaProbe
     from gpt_guard.callbacks.updates.tied import TiedWeights
     from gpt_guard.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
@@ -101,7 +101,7 @@ _HOME = {
     "Guardian": "guardian",
     "IndexCalls": "callbacks.attention.index_calls",
     "JsonlSink": "sinks.files",
-    "LRTracker": "callbacks.schedule.lr",
+    "LRTracker": "callbacks.schedule.guard",
     "LoadedCheckpoint": "checkpoint",
     "LoggedLoss": "callbacks.logged.logged_loss",
     "LoggedUpdate": "callbacks.logged.logged_update",

@@ -16,7 +16,6 @@ from gpt_guard.callbacks.loop_order.order_calls import CallTap, sees_clipping
 from gpt_guard.callbacks.loop_order.order_cycle import Cycle, Verdict
 from gpt_guard.callbacks.loop_order.order_record import Recorder
 from gpt_guard.callbacks.loop_order.order_tail import Tail, dropped
-from gpt_guard.callbacks.schedule.order_restart import Restart
 from gpt_guard.callbacks.settings import check_types
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.modes import TRAIN
@@ -32,15 +31,13 @@ class LoopOrder(Guard):
     In an inspected step `zero_grad`, `scheduler.step`, `unscale_` and torch's clipping functions are patched, and lines
     and version counters are noted; nothing is read but with the one read of the step. Afterwards all of that is gone.
     What stays on costs a few comparisons a step: accumulation whose last micro-batches are dropped at the end of an
-    epoch, and a schedule that begins again.
+    epoch.
 
     Nearly every rule wants to see the same order in two steps in a row: one step may be left out for a reason.
 
     - `uneven`: of micro-batches that are averaged each on its own, how many times as much an element of one may count
       as an element of another, two steps in a row. That accumulation is then not the mean over the whole batch was
       described for language models in October 2024 (Unsloth and Hugging Face, on fixing gradient accumulation).
-    - `restart_factor`: the leap of the lr back to exactly its first value that a new scheduler is looked for at. 1.1:
-      a cosine that is made again after a fifth of its length leaps by that much.
 
     Raises GuardUsageError for a figure that cannot work.
     """
@@ -48,12 +45,10 @@ class LoopOrder(Guard):
     light: ClassVar[frozenset[str]] = frozenset()
     late = True
 
-    def __init__(self, *, uneven: float = 2.0, restart_factor: float = 1.1) -> None:
+    def __init__(self, *, uneven: float = 2.0) -> None:
         check_types(LoopOrder, locals())
-        for name, given in (("uneven", uneven), ("restart_factor", restart_factor)):
-            if not given > 1.0:
-                raise GuardUsageError(f"LoopOrder({name}={given!r}) cannot work: expected a factor above 1")
-        self._restart_factor = restart_factor
+        if not uneven > 1.0:
+            raise GuardUsageError(f"LoopOrder(uneven={uneven!r}) cannot work: expected a factor above 1")
         self._rules: dict[str, Rule] = {
             "cleared_in_each": order_gradients.cleared_in_each,
             "never_cleared": order_gradients.never_cleared,
@@ -72,14 +67,12 @@ class LoopOrder(Guard):
             "unequal_means": partial(order_average.unequal_means, limit=uneven),
         }
         self._tail = Tail()
-        self._restarts: dict[int, Restart] = {}
         self._rows: dict[tuple[int, str, str], int] = {}
         self._recorder: Recorder | None = None
         self._tap: CallTap | None = None
 
     def attach(self, watch: Watch) -> None:
         super().attach(watch)
-        self._restarts.clear()
         TRAIN.add(self)
         watch.inspection.on_begin(self._begin)
         watch.inspection.on_end(self._end)
@@ -156,20 +149,12 @@ class LoopOrder(Guard):
             return
         if tail := self._tail.step(seen.micro_batches):
             yield dropped(*tail, seen.step, at_end=False)
-        if seen.lr and not seen.skipped:
-            yield from self._judge_restart(seen)
         if self._recorder is None:
             return
         if seen.skipped:
             self._recorder.skipped(seen.optimizer)
         else:
             yield from self._judge_cycle(self._recorder, seen)
-
-    def _judge_restart(self, seen: Observation) -> Iterator[Finding]:
-        restart = self._restarts.get(seen.optimizer)
-        if restart is None:
-            restart = self._restarts[seen.optimizer] = Restart()
-        return restart.judge(seen, self.watch.optimizers[seen.optimizer], self._restart_factor)
 
     def _judge_cycle(self, recorder: Recorder, seen: Observation) -> Iterator[Finding]:
         recorder.values |= {name: each for name, each in seen.readings.items() if name.startswith(recorder.prefix)}

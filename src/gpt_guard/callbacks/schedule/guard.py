@@ -6,22 +6,18 @@ import math
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar
-
-from torch.optim import Optimizer
+from typing import Any
 
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.gradients.history import RobustHistory
-from gpt_guard.callbacks.schedule import lr_findings
-from gpt_guard.callbacks.schedule.expected_lr import Expected, ExpectedLR
-from gpt_guard.callbacks.schedule.lr_track import LRTrack
+from gpt_guard.callbacks.schedule import findings
+from gpt_guard.callbacks.schedule.rates import Expected, ExpectedLR, LRTrack, same_rates
 from gpt_guard.callbacks.schedule.schedulers import (
     SchedulerView,
     doubled,
     find_schedulers,
     is_scheduled,
     last_lr,
-    state_of,
     views,
 )
 from gpt_guard.callbacks.settings import check_types
@@ -29,11 +25,10 @@ from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Observation
 
-_SCHEDULE = "lr_tracker.schedule"
 _FAST_IN_A_ROW = 3
-# What is sure to be a restart needs no leap to be told: a cosine falls by a tenth in a fifth of its length.
-_RESTARTED = 1.1
 _MOVED_ON = 3
+# Looking for live schedulers takes some tens of milliseconds.
+_MOST_LOOKS = 5
 
 
 class LRTracker(Guard):
@@ -45,19 +40,18 @@ class LRTracker(Guard):
     least `unstepped_after` steps. An lr that stays below `vanishing` times its own peak is reported: with Adam a weight
     moves by about lr in a step, and a millionth of a usual peak (1e-3) is below the spacing of float32 numbers at 0.02,
     the usual size of a weight. So is a scheduler that is past its own end by a tenth. `jump_factor` bounds the change
-    of the lr over a resume; a tenth is enough where a new scheduler puts it back to that of the first step. A gradient
-    norm of `spike_factor` times the median of the last `window` usual ones, beyond `sigmas` robust standard deviations
-    and after `least` of them, is a spike; here it counts only at the schedule's peak. Both figures are those of
-    GradNormMonitor, and so is their source.
+    of the lr over a resume. A leap of `restart_factor` or more, back to the lr of the first step by a new scheduler
+    that stands at its start, is a schedule that begins again; a cosine that is made again after a fifth of its length
+    leaps by 1.1. Warm restarts and cycles go on counting, and a lr that is set by hand has no such scheduler. A
+    gradient norm of `spike_factor` times the median of the last `window` usual ones, beyond `sigmas` robust standard
+    deviations and after `least` of them, is a spike; here it counts only at the schedule's peak. Both figures are those
+    of GradNormMonitor, and so is their source.
 
     Schedulers are those given to Guardian. Where none was given and the optimizer bears the mark that torch's
     schedulers leave on it, they are looked for once among the live objects of the process, at the first step.
 
     Reads nothing from the device itself. Raises GuardUsageError for an argument that cannot work.
     """
-
-    light: ClassVar[frozenset[str]] = frozenset({"before_step"})
-    late = True
 
     def __init__(
         self,
@@ -68,6 +62,7 @@ class LRTracker(Guard):
         unstepped_after: int = 20,
         vanishing: float = 1e-6,
         jump_factor: float = 2.0,
+        restart_factor: float = 1.1,
         spike_factor: float = 10.0,
         window: int = 100,
         least: int = 20,
@@ -79,11 +74,12 @@ class LRTracker(Guard):
         _check(unstepped_after >= 2, "unstepped_after", unstepped_after, "at least 2 steps")
         _check(0.0 <= vanishing < 1.0, "vanishing", vanishing, "a share of the peak below 1; 0 switches it off")
         _check(jump_factor > 1.0, "jump_factor", jump_factor, "a factor above 1")
+        _check(restart_factor > 1.0, "restart_factor", restart_factor, "a factor above 1")
         _check(spike_factor > 1.0, "spike_factor", spike_factor, "a factor above 1")
         self._expected = None if expected is None else ExpectedLR(expected, rtol=rtol)
         self._zero_steps, self._unstepped_after = zero_steps, unstepped_after
         self._vanishing = vanishing
-        self._jump, self._spike = jump_factor, spike_factor
+        self._jump, self._restart, self._spike = jump_factor, restart_factor, spike_factor
         self._window, self._least, self._sigmas = window, least, sigmas
         self._new_track()  # raises now, not in the middle of a run, for a history that cannot work
         self._tracks: dict[int, LRTrack] = {}
@@ -109,14 +105,8 @@ class LRTracker(Guard):
         self._views = []
         super().detach()
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Where a scheduler stands can only be asked at its step; a light one is judged later."""
-        if self._views and not self.watch.pace.full:
-            self.watch.ledger.put(_SCHEDULE, [state_of(view.get()) for view in self._views])
-
     def judge(self, seen: Observation) -> Iterable[Finding]:
-        lr = seen.lr
-        if seen.evaluation or not lr:
+        if seen.evaluation or not seen.lr:
             return ()
         track = self._tracks.get(seen.optimizer)
         if track is None:
@@ -124,12 +114,7 @@ class LRTracker(Guard):
         if seen.skipped:
             track.skipped += 1
             return ()
-        # Without a scheduler, most of what `_judge` looks at is not there.
-        alone = self._looked and not self._views and self._expected is None and not track.resumed
-        if not alone or not track.take_usual(seen.step, lr):
-            return self._judge(track, seen)
-        found = self._judge_norm(track, seen)
-        return (lr_findings.vanished(seen, track, []), *found) if track.has_vanished(lr, self._vanishing) else found
+        return self._judge(track, seen)
 
     def _judge(self, track: LRTrack, seen: Observation) -> Iterator[Finding]:
         if not self._looked:
@@ -141,15 +126,17 @@ class LRTracker(Guard):
             expected = self._expected.at(seen.step, len(seen.lr))
             if expected is not None and not self._expected.matches(seen.lr, expected):
                 track.off_schedule = True
-                yield lr_findings.off_schedule(seen, expected, self._expected.shift(seen.step, seen.lr))
+                yield findings.off_schedule(seen, expected, self._expected.shift(seen.step, seen.lr))
+        meant = expected is not None and not track.off_schedule
         if track.resumed:
             track.resumed = False
-            yield from self._judge_resume(track, seen, as_expected=expected is not None and not track.off_schedule)
+            yield from self._judge_resume(track, seen, meant=meant)
+        if track.leaps_back(seen.lr, self._restart):
+            yield from self._judge_restart(track, seen)
         track.take(seen.step, seen.lr)
-        meant = expected is not None and not track.off_schedule
         yield from self._judge_zeros(track, seen, meant=meant)
         if track.has_vanished(seen.lr, self._vanishing) and not meant:
-            yield lr_findings.vanished(seen, track, self._driving(seen.optimizer))
+            yield findings.vanished(seen, track, self._driving(seen.optimizer))
         yield from self._judge_norm(track, seen)
         track.skipped = 0
 
@@ -159,29 +146,40 @@ class LRTracker(Guard):
             self._views = find_schedulers(self.watch.optimizers)
         for view in self._views:
             if view.index is None and view.driven is not None:
-                yield lr_findings.foreign_scheduler(view, self.watch.optimizers)
+                yield findings.foreign_scheduler(view, self.watch.optimizers)
         if (pair := doubled(self._views, len(self.watch.optimizers))) is not None:
-            yield lr_findings.doubled(*pair)
+            yield findings.doubled(*pair)
 
     def _judge_values(self, track: LRTrack, seen: Observation) -> Iterator[Finding]:
         for group, lr in enumerate(seen.lr):
             if not 0.0 <= lr < math.inf and "lr" in self.watch.optimizers[seen.optimizer].param_groups[group]:
-                yield lr_findings.impossible(seen, group, track.last)
+                yield findings.impossible(seen, group, track.last)
 
     def _judge_schedulers(self, track: LRTrack, seen: Observation) -> Iterator[Finding]:
-        states = seen.readings.get(_SCHEDULE) or [state_of(view.get()) for view in self._views]
-        for view, state in zip(self._views, states, strict=True):
-            if view.index == seen.optimizer and view.get() is not None:
-                moved = view.look(state, seen.lr, track.skipped)
+        for view in self._driving(seen.optimizer):
+            if view.get() is not None:
+                moved = view.look(seen.lr, track.skipped)
                 if view.fast == _FAST_IN_A_ROW:
-                    yield lr_findings.too_fast(seen, view, moved)
+                    yield findings.too_fast(seen, view, moved)
                 if view.overran():
-                    yield lr_findings.past_the_end(seen, view)
+                    yield findings.past_the_end(seen, view)
 
-    def _judge_resume(self, track: LRTrack, seen: Observation, *, as_expected: bool) -> Iterator[Finding]:
-        jump = track.jump(seen.lr, min(self._jump, _RESTARTED) if self._restarted(track, seen) else self._jump)
-        if jump is not None and not as_expected and not self._scheduler_went_on(track, seen):
-            yield lr_findings.jumped(seen, track, *jump)
+    def _judge_resume(self, track: LRTrack, seen: Observation, *, meant: bool) -> Iterator[Finding]:
+        # What is sure to be a restart needs no leap to be told.
+        limit = min(self._jump, self._restart) if self._restarted(track, seen) else self._jump
+        jump = track.jump(seen.lr, limit)
+        if jump is not None and not meant and not self._scheduler_went_on(track, seen):
+            yield findings.jumped(seen, track, *jump)
+
+    def _judge_restart(self, track: LRTrack, seen: Observation) -> Iterator[Finding]:
+        optimizer = self.watch.optimizers[seen.optimizer]
+        if track.looks >= _MOST_LOOKS or not is_scheduled(optimizer):
+            return
+        track.looks += 1
+        begun = (view for view in find_schedulers([optimizer]) if view.last is not None and view.last <= 1)
+        if (new := next((view for view in begun if not view.waits_for_metric), None)) is not None:
+            track.restarts += 1
+            yield findings.restarted(seen, track, new)
 
     def _scheduler_went_on(self, track: LRTrack, seen: Observation) -> bool:
         """Whether the lr is what a scheduler says that stands where it stood or further: then it is meant."""
@@ -195,7 +193,7 @@ class LRTracker(Guard):
         """Whether the lr is that of the run's first step, by a scheduler that stands at its start and stood further."""
         before = track.position
         begins = any(view.last is not None and view.last <= 1 for view in self._driving(seen.optimizer))
-        return begins and before is not None and before >= _MOVED_ON and track.at_first(seen.lr)
+        return begins and before is not None and before >= _MOVED_ON and same_rates(seen.lr, track.first)
 
     def _driving(self, index: int) -> list[SchedulerView]:
         return [view for view in self._views if view.index == index]
@@ -207,17 +205,14 @@ class LRTracker(Guard):
             track.zeros, track.was_positive = 0, True
             return
         track.zeros += 1
-        if track.zeros == self._zero_steps and not meant and not track.told_vanished:
-            yield lr_findings.zero(seen, track, [view.name for view in self._driving(seen.optimizer)])
+        if track.zeros == self._zero_steps and not meant and not track.reported_vanished:
+            yield findings.zero(seen, track, [view.name for view in self._driving(seen.optimizer)])
 
     def _judge_norm(self, track: LRTrack, seen: Observation) -> Iterable[Finding]:
-        norm = seen.grad_norm
-        if norm is None or track.history.usual(norm, high=self._spike):
-            return ()
-        standing = track.history.take(norm, high=self._spike)
+        standing = None if seen.grad_norm is None else track.history.take(seen.grad_norm, high=self._spike)
         if standing is None or standing.side != "high" or standing.adopted or not track.at_peak(seen.lr):
             return ()
-        return (lr_findings.spike_at_peak(seen, standing, track, self._spike),)
+        return (findings.spike_at_peak(seen, standing, track, self._spike),)
 
     def finish(self) -> Iterable[Finding]:
         # An exception on its way out ends a run before its time: a schedule by epochs may not have had its turn.
@@ -229,9 +224,9 @@ class LRTracker(Guard):
                 continue
             view.look_again()
             if view.never_moved and not view.waits_for_metric and not track.changed:
-                yield lr_findings.never_stepped(view, track)
+                yield findings.never_stepped(view, track)
             elif view.differs + 1 >= self._unstepped_after and view.differs > view.agrees:
-                yield lr_findings.overwritten(view, track, last_lr(view.get()))
+                yield findings.overwritten(view, track, last_lr(view.get()))
 
     def blind_spots(self) -> Iterable[str]:
         if self._watch is None:

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from gpt_guard.callbacks.defaults import default_guards
+from gpt_guard.callbacks.schedule.guard import LRTracker
 from gpt_guard.records import Severity
 
 from ..loop_order.order_loops import cross_entropy, run
@@ -51,8 +51,11 @@ def long_cosine_from_the_start(optimizer: Any) -> CosineAnnealingLR:
 
 @pytest.mark.parametrize("make", [warm_up, cosine_from_the_start, long_cosine_from_the_start])
 def test_a_scheduler_made_in_each_epoch(make: Callable[[Any], Any]) -> None:
-    found = [each for each in run(loop(make, 8), steps=20, guards=default_guards()) if each.code == "GG412"]
-    assert [(each.step, each.severity) for each in found] == [(8, Severity.INFO), (16, Severity.WARNING)]
+    found = run(loop(make, 8), steps=20, guards=[LRTracker()])
+    assert [(each.code, each.step, each.severity) for each in found] == [
+        ("GG412", 8, Severity.INFO),
+        ("GG412", 16, Severity.WARNING),
+    ]
     assert "inside the epoch loop" in found[0].causes[0]
     assert found[0].evidence["position"] == 0
 
@@ -69,7 +72,11 @@ def test_a_scheduler_made_in_each_epoch(make: Callable[[Any], Any]) -> None:
     ids=["warm restarts", "cyclic", "one cycle", "steps", "function with a period"],
 )
 def test_schedules_that_are_meant_to_rise_are_silent(make: Callable[[Any], Any]) -> None:
-    assert run(loop(make, 1000), steps=40) == []
+    assert run(loop(make, 1000), steps=40, guards=[LRTracker()]) == []
+
+
+def test_the_factor_can_be_set() -> None:
+    assert run(loop(long_cosine_from_the_start, 8), steps=20, guards=[LRTracker(restart_factor=2.0)]) == []
 
 
 def test_a_rate_that_is_put_back_by_hand_is_silent() -> None:
@@ -79,4 +86,4 @@ def test_a_rate_that_is_put_back_by_hand_is_silent() -> None:
         cross_entropy(model).backward()
         optimizer.step()
 
-    assert run(body, steps=20) == []
+    assert run(body, steps=20, guards=[LRTracker()]) == []

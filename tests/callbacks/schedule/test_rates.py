@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim import lr_scheduler as schedules
 
-from gpt_guard.callbacks.schedule.expected_lr import ExpectedLR
-from gpt_guard.callbacks.schedule.lr import LRTracker
+from gpt_guard.callbacks.schedule.guard import LRTracker
+from gpt_guard.callbacks.schedule.rates import ExpectedLR
 from gpt_guard.guardian import Guardian
 from gpt_guard.records import Finding
 

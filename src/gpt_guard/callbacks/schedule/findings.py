@@ -1,4 +1,4 @@
-"""The findings of LRTracker, put into words."""
+"""The findings of LRTracker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from gpt_guard.callbacks.gradients.history import Standing
-from gpt_guard.callbacks.schedule.lr_track import LRTrack
+from gpt_guard.callbacks.schedule.rates import LRTrack
 from gpt_guard.callbacks.schedule.schedulers import SchedulerView
 from gpt_guard.catalogue import finding
 from gpt_guard.records import Finding, Moment, Observation, Severity
@@ -162,6 +162,23 @@ def jumped(seen: Observation, track: LRTrack, group: int, factor: float) -> Find
         f"times that.{' It is the one that the run began with.' if restarted else ''}",
         likely=["scheduler_restarted"] if restarted else ["optimizer_state_overwrote"],
         evidence={"group": group, "before": list(track.last), "after": list(seen.lr), "factor": factor},
+    )
+
+
+def restarted(seen: Observation, track: LRTrack, view: SchedulerView) -> Finding:
+    """GG412: a new scheduler stands at its start in the middle of a run, and the lr with it."""
+    again = "" if track.restarts == 1 else f", for time {track.restarts}"
+    return _about(
+        "GG412",
+        seen,
+        f"The learning rate went from {learning_rate(track.last[0])} to {learning_rate(seen.lr[0])} in one "
+        f"step{again}: back to that of the first step. The scheduler that drives this optimizer ({view.name}) stands "
+        f"at position {view.last}, after {track.steps + 1} steps.",
+        likely=["made_again"],
+        # One may be a second phase; another from the same start is none.
+        severity=Severity.INFO if track.restarts == 1 else Severity.WARNING,
+        cause_id=f"optimizer {seen.optimizer}, {'first' if track.restarts == 1 else 'again'}",
+        evidence={"scheduler": view.name, "position": view.last, "before": list(track.last), "lr": list(seen.lr)},
     )
 
 

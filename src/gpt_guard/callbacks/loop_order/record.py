@@ -1,36 +1,155 @@
-"""Writes the loop's events down while steps are inspected, with what the gradients' version counters say about them."""
+"""The loop's events while steps are inspected: which calls, in which order, for which optimizer, from which line.
+
+What calls do not show, the version counters of the gradients do.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterable
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gpt_guard.callbacks.loop_order.events import (
-    Clip,
-    Event,
-    Events,
-    Kind,
-    Scheduled,
-    cleared,
-    versions,
-)
-from gpt_guard.callbacks.loop_order.order_calls import ClipCall
-from gpt_guard.callbacks.loop_order.order_losses import Factor, Term, same_graph, terms
-from gpt_guard.callbacks.loop_order.order_own import Backward, OwnGradients, Step, has_stepped
+from gpt_guard.callbacks.loop_order.calls import ClipCall
+from gpt_guard.callbacks.loop_order.loss_addends import Addend, Factor, addends, same_graph
 from gpt_guard.hooks.frames import user_line
 from gpt_guard.hooks.optimizer import innermost
 from gpt_guard.hooks.tensors import walk
 from gpt_guard.hooks.watch import Watch
+from gpt_guard.records import SourceLine
+
+State = tuple[tuple[int, int], ...]
+_NONE = (0, -1)
+_MOST_EVENTS = 512
+
+
+class Kind(StrEnum):
+    """What a loop does around a step; the value is the name that findings use."""
+
+    ZERO_GRAD = "zero_grad"
+    CLEARED = "gradients cleared by hand"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UNSCALE = "unscale_"
+    CLIP = "clip"
+    STEP = "step"
+    SKIP = "step left out by the scaler"
+    OTHER_STEP = "step of another optimizer"
+    SCHEDULER = "scheduler.step"
+
+
+class LoopEvent(NamedTuple):
+    """One call. `optimizers` are the watched ones whose parameters it concerns; `detail` depends on the kind."""
+
+    kind: Kind
+    optimizers: frozenset[int] = frozenset()
+    where: SourceLine | None = None
+    detail: Any = None
+
+
+class Clip(NamedTuple):
+    """A call of `clip_grad_norm_` or `clip_grad_value_`: how many tensors it was given, how many had a gradient.
+
+    `scaled` where the gradients carried a GradScaler's scale; `used` where a step had used all of them already.
+    """
+
+    how: str
+    tensors: int
+    with_grad: int
+    limit: float
+    scaled: bool = False
+    used: bool = False
+
+
+class Scheduled(NamedTuple):
+    """A call of `scheduler.step()`: its class, and whether its optimizer has made a step yet.
+
+    `foreign` where it drives an optimizer that is not watched but holds parameters of a watched one.
+    """
+
+    name: str
+    stepped: bool
+    foreign: bool = False
+
+
+class Backward(NamedTuple):
+    """A backward call: how its loss was averaged, and whether it `shared` the graph of an earlier one of this step.
+
+    `again` where the gradients of both are added up; `inputs` where what the model was called with wanted gradients of
+    its own; `weights` changes with every in-place change of the parameters of each optimizer.
+    """
+
+    addends: tuple[Addend, ...]
+    shared: bool
+    again: bool
+    inputs: bool
+    weights: tuple[int, ...]
+
+
+class StepTaken(NamedTuple):
+    """A step: whether its gradients were written by something unseen, and whether they were used before."""
+
+    by_hand: bool
+    used: bool
+
+
+class EventLog:
+    """The newest events in order. `count` numbers all that were ever noted, so that a place in the stream is a number.
+
+    Bounded: of a step with more events than are kept, only the newest are there.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._kept: deque[LoopEvent] = deque(maxlen=_MOST_EVENTS)
+
+    def note(self, event: LoopEvent) -> None:
+        """Append an event."""
+        self._kept.append(event)
+        self.count += 1
+
+    def since(self, place: int) -> list[LoopEvent] | None:
+        """The events from this place on; None where some of them are no longer kept."""
+        missing = self.count - place
+        if missing > len(self._kept):
+            return None
+        return list(self._kept)[len(self._kept) - missing :]
+
+
+class OwnGradients:
+    """One optimizer: its parameters, how its gradients were last seen, and where in the stream its cycle began."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+        self.ids = {id(tensor) for tensor in tensors}
+        self.state: State = gradient_state(tensors)
+        self.applied: State = ()
+        self.begun = 0
+        self.last: LoopEvent | None = None
+        self.fresh = False
+        self.reached = False
+        self.loose = False
+        self.unscaled = False
+        self.steps = 0
+
+    def holds_any(self, ids: set[int]) -> bool:
+        """Whether one of its parameters, or their gradients, is among these."""
+        return bool(self.ids & ids) or any(id(tensor.grad) in ids for tensor in self.tensors if tensor.grad is not None)
+
+    def look(self) -> State:
+        """Take the state of the gradients as it is now; returns the one before."""
+        before, self.state = self.state, gradient_state(self.tensors)
+        return before
 
 
 class _Pending(NamedTuple):
-    """What was seen of a loss before its backward: its terms, the number of its last operation, and its graph."""
+    """What was seen of a loss before its backward: its addends, the number of its last operation, and its graph."""
 
-    terms: tuple[Term, ...]
+    addends: tuple[Addend, ...]
     number: int | None
     shared: bool
     again: bool
@@ -39,7 +158,7 @@ class _Pending(NamedTuple):
 _NOTHING = _Pending((), None, shared=False, again=False)
 
 
-class Recorder:
+class LoopRecorder:
     """Told of each call in an inspected step; holds no tensor but the parameters; numbers go through the ledger.
 
     `values` are the numbers that the host has read for it, by name.
@@ -48,7 +167,7 @@ class Recorder:
     prefix = "loop_order."
 
     def __init__(self, watch: Watch) -> None:
-        self.events = Events()
+        self.events = EventLog()
         self.values: dict[str, float] = {}
         self._watch = watch
         self._own = [OwnGradients(list(watch.held_by(index).values())) for index in range(len(watch.optimizers))]
@@ -59,7 +178,7 @@ class Recorder:
         self._pending = _NOTHING
         self._put = 0
 
-    def cycle(self, index: int) -> tuple[Event | None, list[Event]]:
+    def cycle(self, index: int) -> tuple[LoopEvent | None, list[LoopEvent]]:
         """The last step of an optimizer, if it was seen, and all events since; none where some are no longer kept."""
         own = self._own[index]
         return own.last, self.events.since(own.begun) or []
@@ -69,8 +188,8 @@ class Recorder:
         other = self._thread is not None and self._thread != threading.get_ident()
         return other or self._watch.inspection.functions.muted
 
-    def _note(self, kind: Kind, optimizers: Iterable[int] = (), detail: Any = None) -> Event:
-        event = Event(kind, frozenset(optimizers), user_line(), detail)
+    def _note(self, kind: Kind, optimizers: Iterable[int] = (), detail: Any = None) -> LoopEvent:
+        event = LoopEvent(kind, frozenset(optimizers), user_line(), detail)
         self.events.note(event)
         return event
 
@@ -78,7 +197,7 @@ class Recorder:
         """The optimizers all of whose parameters are among these."""
         return [index for index, own in enumerate(self._own) if own.ids and own.ids <= ids]
 
-    # Calls that a tap tells of.
+    # Calls that LoopCalls tells of.
 
     def zeroed(self, owner: Optimizer | nn.Module) -> None:
         """`zero_grad()` of an optimizer or module begins; noted if it clears all that one of ours holds."""
@@ -147,7 +266,6 @@ class Recorder:
         """The model is called."""
         self._thread = threading.get_ident() if self._thread is None else self._thread
         if self._watch.evaluation:
-            self._note(Kind.EVALUATION)
             return
         self._inputs = any(tensor.requires_grad for _, tensor in walk(self._watch.tap.inputs))
         self._note(Kind.FORWARD)
@@ -162,7 +280,7 @@ class Recorder:
         number = None if loss.grad_fn is None else loss.grad_fn._sequence_nr()
         shared = same_graph(loss, set(self._graphs))
         again = shared and same_graph(loss, set(self._graphs) - self._before_clearing)
-        self._pending = _Pending(tuple(self._kept(terms(loss))), number, shared, again)
+        self._pending = _Pending(tuple(self._kept(addends(loss))), number, shared, again)
 
     def _zeroed_since(self, own: OwnGradients, index: int) -> bool:
         """Whether a zero_grad() was seen since the last backward, or since the step."""
@@ -173,11 +291,11 @@ class Recorder:
                 return False
         return False
 
-    def _kept(self, found: list[Term]) -> Iterable[Term]:
-        """The terms with what lies on the device replaced by the names under which the host will read it."""
-        for term in found:
-            factors = tuple(Factor(self._name(factor.value), factor.power) for factor in term.factors)
-            yield Term(term.kind, term.mean, self._name(term.count), factors)
+    def _kept(self, found: list[Addend]) -> Iterable[Addend]:
+        """The addends with what lies on the device replaced by the names under which the host will read it."""
+        for each in found:
+            factors = tuple(Factor(self._name(factor.value), factor.power) for factor in each.factors)
+            yield Addend(each.kind, each.mean, self._name(each.count), factors)
 
     def _name(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -214,7 +332,7 @@ class Recorder:
         used = own.reached and not (own.fresh or closure) and own.state == own.applied
         used = used and any(version >= 0 for _, version in own.state)
         by_hand = own.fresh and before != own.state and not (own.loose or self._watch.scaling)
-        own.last = self._note(Kind.STEP, [index], Step(by_hand, used))
+        own.last = self._note(Kind.STEP, [index], StepTaken(by_hand, used))
 
     def step_ended(self, index: int) -> None:
         """The optimizer has stepped: its next cycle begins, with this step as its first event."""
@@ -237,7 +355,28 @@ class Recorder:
         self._graphs.clear()
         self._before_clearing.clear()
 
-    def mode_changed(self, training: bool) -> None:
-        """`.train()` or `.eval()` was called on the model."""
-        if not self._elsewhere():
-            self._note(Kind.MODE, detail=training)
+
+def gradient_state(parameters: Iterable[Tensor]) -> State:
+    """Identity and version of each gradient, without a look at a value; version -1 where there is none."""
+    grads = [parameter.grad for parameter in parameters]
+    return tuple(_NONE if grad is None else (id(grad), grad._version) for grad in grads)
+
+
+def versions(parameters: Iterable[Tensor]) -> int:
+    """A number that grows with every in-place change of these parameters."""
+    return sum(parameter._version for parameter in parameters if not parameter.is_inference())
+
+
+def cleared(before: State, now: State) -> bool:
+    """Whether gradients that were there are gone; a `zero_grad(set_to_none=False)` is not seen this way."""
+    there = [(old, new) for old, new in zip(before, now, strict=True) if old[1] >= 0]
+    return bool(there) and all(new[1] < 0 for _, new in there)
+
+
+def has_stepped(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has ever stepped; True where that cannot be told.
+
+    A torch scheduler marks the step method of the optimizer that it was made for, and the method then marks each call.
+    """
+    marked = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    return bool(optimizer.state) or not marked or bool(getattr(optimizer, "_opt_called", False))

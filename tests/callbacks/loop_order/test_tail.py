@@ -9,7 +9,7 @@ import torch
 
 from gpt_guard.callbacks.defaults import default_guards
 from gpt_guard.callbacks.loop_order.guard import LoopOrder
-from gpt_guard.callbacks.loop_order.order_tail import Tail
+from gpt_guard.callbacks.loop_order.tail import Tail
 from gpt_guard.records import Moment, Severity
 
 from .order_loops import cross_entropy, run

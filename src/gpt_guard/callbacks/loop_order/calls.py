@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling
@@ -34,72 +34,35 @@ class ClipCall(NamedTuple):
     limit: float
 
 
-class CallListener(Protocol):
-    """Who is told of the calls. Each runs before the call does anything, but for `clipped`, which runs after it."""
+def _outermost(what: str, leaves_out: Callable[[Any], bool]) -> Callable[..., Any]:
+    """Tells of the outermost call of a method: a subclass calls that of its base, a chain steps its parts."""
+    running = threading.local()
 
-    def zeroed(self, owner: Optimizer | nn.Module) -> None:
-        """`owner.zero_grad()` begins."""
+    def around(original: Any, listeners: tuple[LoopCalls, ...], owner: Any, *args: Any, **kwargs: Any) -> Any:
+        if leaves_out(owner) or getattr(running, "inside", False):
+            return original(owner, *args, **kwargs)
+        running.inside = True
+        try:
+            for each in listeners:
+                each.hear(what, owner)
+            return original(owner, *args, **kwargs)
+        finally:
+            running.inside = False
 
-    def clipped(self, call: ClipCall) -> None:
-        """Gradients were clipped."""
-
-    def scheduled(self, scheduler: Any) -> None:
-        """`scheduler.step()` begins."""
-
-    def unscaled(self, optimizer: Any) -> None:
-        """`scaler.unscale_(optimizer)` begins."""
-
-    def other_step(self, optimizer: Optimizer) -> None:
-        """Any optimizer of the process begins a step."""
-
-
-class _Local(threading.local):
-    zeroing = False
-    scheduling = False
+    return around
 
 
-_LOCAL = _Local()
-
-
-def _around_zero(original: Any, listeners: tuple[CallTap, ...], owner: Any, *args: Any, **kwargs: Any) -> Any:
-    # A subclass calls the method of its base: one call is one event.
-    if _LOCAL.zeroing or is_compiling():
-        return original(owner, *args, **kwargs)
-    _LOCAL.zeroing = True
-    try:
-        for tap in listeners:
-            tap.tell("zeroed", owner)
-        return original(owner, *args, **kwargs)
-    finally:
-        _LOCAL.zeroing = False
-
-
-def _around_schedule(original: Any, listeners: tuple[CallTap, ...], owner: Any, *args: Any, **kwargs: Any) -> Any:
-    # Making a scheduler makes its first step, and a chain steps its parts.
-    if _LOCAL.scheduling or _begins(owner):
-        return original(owner, *args, **kwargs)
-    _LOCAL.scheduling = True
-    try:
-        for tap in listeners:
-            tap.tell("scheduled", owner)
-        return original(owner, *args, **kwargs)
-    finally:
-        _LOCAL.scheduling = False
-
-
-def _begins(scheduler: Any) -> bool:
+def _is_made(scheduler: Any) -> bool:
+    """Whether a scheduler is being made, which makes its first step."""
     return bool(getattr(scheduler, "_is_initial", False)) or getattr(scheduler, "_step_count", 1) == 0
 
 
-class NormClipListener(Protocol):
-    """Who is told that `clip_grad_norm_` has clipped."""
-
-    def norm_clipped(self, parameters: list[Tensor], max_norm: Any, total_norm: Any) -> None:
-        """Gradients of these were scaled to a total norm of at most `max_norm`; `total_norm` was theirs before."""
+_around_zero_grad = _outermost("zeroed", lambda _: is_compiling())
+_around_schedule = _outermost("scheduled", _is_made)
 
 
 def _around_norm(
-    original: Any, listeners: tuple[NormClipListener, ...], parameters: Any, max_norm: Any, *args: Any, **kwargs: Any
+    original: Any, listeners: tuple[Any, ...], parameters: Any, max_norm: Any, *args: Any, **kwargs: Any
 ) -> Any:
     result = original(parameters, max_norm, *args, **kwargs)
     if not is_compiling():
@@ -114,7 +77,7 @@ def _listed(parameters: Any) -> list[Tensor]:
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
-def _around_grouping(original: Any, listeners: tuple[CallTap, ...], *args: Any, **kwargs: Any) -> Any:
+def _around_grouping(original: Any, listeners: tuple[LoopCalls, ...], *args: Any, **kwargs: Any) -> Any:
     result = original(*args, **kwargs)
     if is_compiling():
         return result
@@ -127,8 +90,8 @@ def _around_grouping(original: Any, listeners: tuple[CallTap, ...], *args: Any, 
         given = inside["parameters"]
         tensors = len(given) if isinstance(given, (list, tuple)) else len(gradients)
         call = ClipCall("value", [], tensors, list(gradients), _number(inside["clip_value"]))
-        for tap in listeners:
-            tap.tell("clipped", call)
+        for each in listeners:
+            each.hear("clipped", call)
     return result
 
 
@@ -174,48 +137,46 @@ def sees_clipping() -> bool:
     return len(_CLIPS) == len(_PARTS)
 
 
-class CallTap:
-    """Tells one listener of the calls while it is open; `run` calls the listener, and may refuse to."""
+class LoopCalls:
+    """Tells of the calls while it is open: `hear` is given what was called, and its subject.
 
-    def __init__(self, listener: CallListener, run: Callable[..., None]) -> None:
-        self._listener = listener
-        self._run = run
+    "zeroed", "scheduled", "unscaled" and "other_step" come before the call does anything, with the optimizer or module,
+    the scheduler, and the optimizer. "clipped" comes after it, with a ClipCall.
+    """
+
+    def __init__(self, hear: Callable[[str, Any], None]) -> None:
+        self.hear = hear
         self._undo = ExitStack()
 
     def open(self, optimizers: tuple[Optimizer, ...], scheduler: Any) -> None:
         """Put the patches in place."""
         kinds: list[type] = [nn.Module, *(type(own) for own in optimizers)]
         owners = {owner for kind in kinds for owner in _defining(kind, "zero_grad")}
-        patches = [_patch(owner, "zero_grad", _around_zero) for owner in owners]
+        patches = [_patch(owner, "zero_grad", _around_zero_grad) for owner in owners]
         schedules = {LRScheduler, *_subclasses(LRScheduler)} | {type(each) for each in _several(scheduler)}
         patches += [_patch(kind, "step", _around_schedule) for kind in schedules if "step" in vars(kind)]
         for patch in (*patches, *_CLIPS, UNSCALE):
             self._undo.callback(patch.remove, self)
             patch.add(self)
-        handle = register_optimizer_step_pre_hook(self._other_step)
-        self._undo.callback(handle.remove)
+        self._undo.callback(register_optimizer_step_pre_hook(self._other_step).remove)
 
     def close(self) -> None:
         """Take them away; may run twice."""
         self._undo.close()
 
-    def tell(self, what: str, subject: Any) -> None:
-        """One call."""
-        self._run(getattr(self._listener, what), subject)
-
     def norm_clipped(self, parameters: list[Tensor], max_norm: Any, _total_norm: Any) -> None:
         """`clip_grad_norm_` tells it so."""
         gradients = [each.grad for each in parameters if each.grad is not None]
-        self.tell("clipped", ClipCall("norm", parameters, len(parameters), gradients, _number(max_norm)))
+        self.hear("clipped", ClipCall("norm", parameters, len(parameters), gradients, _number(max_norm)))
 
     def scaler_unscales(self, optimizer: Any) -> None:
         """`scaler.unscale_()` tells it so."""
-        self.tell("unscaled", optimizer)
+        self.hear("unscaled", optimizer)
 
     def _other_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         # Of no use to a compiler, which would break its graph here or compile all that follows.
         if not is_compiling():
-            self.tell("other_step", optimizer)
+            self.hear("other_step", optimizer)
 
 
 def _several(scheduler: Any) -> tuple[Any, ...]:

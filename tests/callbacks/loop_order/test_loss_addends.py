@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gpt_guard.callbacks.loop_order.order_losses import same_graph, terms
+from gpt_guard.callbacks.loop_order.loss_addends import addends, same_graph
 
 Make = Callable[[Tensor, Tensor], Tensor]
 
@@ -45,7 +45,7 @@ KNOWN: dict[str, tuple[Make, bool, float, float]] = {
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_known_loss_is_read(name: str) -> None:
     make, mean, count, scale = KNOWN[name]
-    found = terms(make(*logits_and_labels()))
+    found = addends(make(*logits_and_labels()))
 
     def product(place: int) -> float:
         total = 1.0
@@ -83,13 +83,13 @@ UNKNOWN: dict[str, Make] = {
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_an_unknown_loss_says_nothing(name: str) -> None:
-    assert terms(UNKNOWN[name](*logits_and_labels())) == []
+    assert addends(UNKNOWN[name](*logits_and_labels())) == []
 
 
 def test_after_backward_the_graph_says_nothing() -> None:
     loss = F.cross_entropy(*logits_and_labels())
     loss.backward()
-    assert terms(loss) == []
+    assert addends(loss) == []
 
 
 def number(loss: Tensor) -> int:

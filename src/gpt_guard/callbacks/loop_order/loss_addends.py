@@ -34,7 +34,7 @@ class Factor(NamedTuple):
     power: int
 
 
-class Term(NamedTuple):
+class Addend(NamedTuple):
     """One addend of a loss, by autograd's name: `mean` or sum over `count` elements, times all `factors`."""
 
     kind: str
@@ -43,9 +43,9 @@ class Term(NamedTuple):
     factors: tuple[Factor, ...]
 
 
-def terms(loss: Tensor) -> list[Term]:
+def addends(loss: Tensor) -> list[Addend]:
     """The addends of a loss that could be told; empty if any part of its top is of an unknown kind."""
-    found: list[Term] = []
+    found: list[Addend] = []
     budget = [_MOST_NODES]
     try:
         found.extend(_walk(loss.grad_fn, (), budget))
@@ -59,7 +59,7 @@ class _Unknown(Exception):
     """An operation that says nothing about how the loss was averaged."""
 
 
-def _walk(node: Any, factors: tuple[Factor, ...], budget: list[int]) -> Iterator[Term]:
+def _walk(node: Any, factors: tuple[Factor, ...], budget: list[int]) -> Iterator[Addend]:
     budget[0] -= 1
     if node is None or budget[0] < 0:
         raise _Unknown
@@ -74,7 +74,7 @@ def _walk(node: Any, factors: tuple[Factor, ...], budget: list[int]) -> Iterator
     elif name in _PASSING:
         yield from _walk(below[0], factors, budget)
     else:
-        yield _term(node, name, factors, budget)
+        yield _addend(node, name, factors, budget)
 
 
 def _other_than_constant(below: list[Any]) -> Any:
@@ -96,21 +96,21 @@ def _factor(node: Any, name: str) -> Factor:
     return Factor(value, -1 if name == "Div" else 1)
 
 
-def _term(node: Any, name: str, factors: tuple[Factor, ...], budget: list[int]) -> Term:
+def _addend(node: Any, name: str, factors: tuple[Factor, ...], budget: list[int]) -> Addend:
     if name in ("NllLoss", "NllLoss2D"):
         if (reduction := node._saved_reduction) not in (_MEAN, _SUM):
             raise _Unknown
-        return Term(name, reduction == _MEAN, node._saved_total_weight.detach().reshape(()), factors)
+        return Addend(name, reduction == _MEAN, node._saved_total_weight.detach().reshape(()), factors)
     if name in _LOSSES:
         if (reduction := node._saved_reduction) not in (_MEAN, _SUM):
             raise _Unknown
-        return Term(name, reduction == _MEAN, node._saved_target.numel(), factors)
+        return Addend(name, reduction == _MEAN, node._saved_target.numel(), factors)
     if name in ("Mean", "Sum"):
         numel = math.prod(int(size) for size in node._saved_self_sym_sizes)
         if numel == 1:
             # A mean of the losses of several devices, of which there is one.
             return next(_walk(node.next_functions[0][0], factors, budget))
-        return Term(name, name == "Mean", numel, factors)
+        return Addend(name, name == "Mean", numel, factors)
     raise _Unknown
 
 

@@ -1,4 +1,4 @@
-"""Sequences are folded where they repeat, and a guard that fails while it listens does not take the loop down."""
+"""What is written down of a loop: in order, bounded, folded where it repeats, and of the loop's own thread alone."""
 
 from __future__ import annotations
 
@@ -10,12 +10,58 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
+from gpt_guard.callbacks.loop_order.cycle import folded
 from gpt_guard.callbacks.loop_order.guard import LoopOrder
-from gpt_guard.callbacks.loop_order.order_record import Recorder
-from gpt_guard.callbacks.loop_order.order_words import folded
+from gpt_guard.callbacks.loop_order.record import (
+    EventLog,
+    Kind,
+    LoopEvent,
+    LoopRecorder,
+    cleared,
+    gradient_state,
+    versions,
+)
 from gpt_guard.guardian import Guardian
 
 from .order_loops import cross_entropy, run
+
+
+def test_places_count_on_while_old_events_go() -> None:
+    events = EventLog()
+    for _ in range(600):
+        events.note(LoopEvent(Kind.FORWARD))
+    place = events.count
+    events.note(LoopEvent(Kind.BACKWARD, frozenset({0})))
+    events.note(LoopEvent(Kind.STEP, frozenset({0})))
+    assert [event.kind for event in events.since(place) or []] == [Kind.BACKWARD, Kind.STEP]
+    assert events.since(events.count) == []
+    assert events.since(0) is None
+    assert len(events.since(place - 400) or []) == 402
+
+
+def test_the_state_of_gradients_tells_what_was_done_to_them() -> None:
+    layer = nn.Linear(2, 1)
+    parameters = list(layer.parameters())
+    empty = gradient_state(parameters)
+    layer(torch.ones(1, 2)).sum().backward()
+    first = gradient_state(parameters)
+    layer(torch.ones(1, 2)).sum().backward()
+    second = gradient_state(parameters)
+    assert len({empty, first, second}) == 3
+    assert gradient_state(parameters) == second
+    layer.zero_grad()
+    assert cleared(second, gradient_state(parameters))
+    assert not cleared(empty, second)
+    assert not cleared(empty, empty)
+
+
+def test_a_change_of_weights_in_place_is_counted() -> None:
+    layer = nn.Linear(2, 1)
+    parameters = list(layer.parameters())
+    before = versions(parameters)
+    with torch.no_grad():
+        layer.weight.add_(1.0)
+    assert versions(parameters) > before
 
 
 @pytest.mark.parametrize(
@@ -61,10 +107,10 @@ def test_a_step_of_more_calls_than_are_kept_is_not_judged() -> None:
 
 
 def test_a_failure_of_its_own_is_named_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Recorder, owner: Any) -> None:
+    def broken(self: LoopRecorder, owner: Any) -> None:
         raise LookupError("broken")
 
-    monkeypatch.setattr(Recorder, "zeroed", broken)
+    monkeypatch.setattr(LoopRecorder, "zeroed", broken)
     model = nn.Linear(4, 3)
     optimizer = SGD(model.parameters(), lr=0.1)
     with Guardian(model, optimizer, guards=[LoopOrder()], summary=False, sinks=[]) as guardian:

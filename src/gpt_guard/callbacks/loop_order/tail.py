@@ -22,7 +22,7 @@ class Tail:
     def __init__(self) -> None:
         self.size = 0
         self.regular = 0
-        self.told = False
+        self.reported = False
         self._since = 0
         self._drops = 0
         self._left = 0
@@ -62,25 +62,25 @@ class Tail:
             return None
         known = left in self._before
         self._before = [left]
-        if self.told or not (boundary or known):
+        if self.reported or not (boundary or known):
             return None
-        self.told = True
+        self.reported = True
         return left, self.size
 
     def at_end(self) -> tuple[int, int] | None:
         """Micro-batches that no step has followed when the run ended, and in a full step."""
-        if self.told or self._drops or self.regular < _REGULAR or not 0 < self._since < self.size:
+        if self.reported or self._drops or self.regular < _REGULAR or not 0 < self._since < self.size:
             return None
-        self.told = True
+        self.reported = True
         return self._since, self.size
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers."""
-        return {"size": self.size, "regular": self.regular, "told": self.told, "before": list(self._before)}
+        return {"size": self.size, "regular": self.regular, "told": self.reported, "before": list(self._before)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave; a resumed run begins with a fresh cycle."""
-        self.size, self.regular, self.told = int(state["size"]), int(state["regular"]), bool(state["told"])
+        self.size, self.regular, self.reported = int(state["size"]), int(state["regular"]), bool(state["told"])
         self._before = [int(left) for left in state["before"]]
 
 

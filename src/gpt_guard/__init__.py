@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gpt_guard.callbacks.modes.frozen import FreezeInTrain
     from gpt_guard.callbacks.modes.guard import EvalModeAssert
     from gpt_guard.callbacks.precision.autocast import AutocastUse
-    from gpt_guard.callbacks.probes.model_probe import ModelProbe
+    from gpt_guard.callbacks.probes.guard import ModelProbe
     from gpt_guard.callbacks.schedule.guard import LRTracker
     from gpt_guard.callbacks.updates.param_delta import ParamDeltaProbe
     from gpt_guard.callbacks.updates.tied import TiedWeights
@@ -109,7 +109,7 @@ _HOME = {
     "LossBalance": "callbacks.losses.loss_balance",
     "LossInputs": "callbacks.losses.loss_inputs",
     "ModeError": "errors",
-    "ModelProbe": "callbacks.probes.model_probe",
+    "ModelProbe": "callbacks.probes.guard",
     "Moment": "records",
     "NonFiniteError": "errors",
     "Observation": "records",

@@ -15,7 +15,7 @@ from gpt_guard.callbacks.losses.loss_inputs import LossInputs
 from gpt_guard.callbacks.modes.frozen import FreezeInTrain
 from gpt_guard.callbacks.modes.guard import EvalModeAssert
 from gpt_guard.callbacks.precision.autocast import AutocastUse
-from gpt_guard.callbacks.probes.model_probe import ModelProbe
+from gpt_guard.callbacks.probes.guard import ModelProbe
 from gpt_guard.callbacks.schedule.guard import LRTracker
 from gpt_guard.callbacks.updates.param_delta import ParamDeltaProbe
 from gpt_guard.callbacks.updates.tied import TiedWeights

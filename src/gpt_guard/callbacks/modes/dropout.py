@@ -15,6 +15,8 @@ from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Severity, SourceLine
 from gpt_guard.records.render import number
 
+DROPOUT_CALLS = ("dropout", "attention", "multi_head_attention")
+"""The kinds of function calls that may drop something."""
 # Written out like this, dropout that is always on is meant more often than not.
 _WRITTEN_OUT = re.compile(r"\b(training|train)\s*=\s*True\b")
 # What nn.Module itself keeps in its __dict__.

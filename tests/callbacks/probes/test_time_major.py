@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpt_guard.callbacks.probes.model_probe import ModelProbe
+from gpt_guard.callbacks.probes.guard import ModelProbe
 from gpt_guard.guardian import Guardian
 from gpt_guard.records import Finding, Severity
 

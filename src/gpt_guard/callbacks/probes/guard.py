@@ -13,12 +13,16 @@ from torch.optim import Optimizer
 
 from gpt_guard.callbacks.attention.attention_masks import HIDDEN
 from gpt_guard.callbacks.base import Guard
-from gpt_guard.callbacks.modes.dropout import active_dropout, dropout_in_eval
-from gpt_guard.callbacks.probes.probe_ask import Asker, OutOfBudget
-from gpt_guard.callbacks.probes.probe_batch import Attended, Batch
-from gpt_guard.callbacks.probes.probe_future import future_findings
-from gpt_guard.callbacks.probes.probe_repeat import Repeated, kept_sizes
-from gpt_guard.callbacks.probes.probe_rows import recurrent_findings, row_findings
+from gpt_guard.callbacks.modes.dropout import DROPOUT_CALLS, active_dropout, dropout_in_eval
+from gpt_guard.callbacks.probes.batch import Attended, Batch
+from gpt_guard.callbacks.probes.questions import (
+    TwoPasses,
+    future_findings,
+    kept_sizes,
+    recurrent_findings,
+    row_findings,
+)
+from gpt_guard.callbacks.probes.runner import LOSS_CALLS, OutOfBudget, ProbeRunner
 from gpt_guard.callbacks.settings import check_types, patterns
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.functions.functions import FunctionCall
@@ -29,7 +33,6 @@ from gpt_guard.records import Finding, Moment, Observation
 _FORWARDS = 10
 _LEAST_SECONDS = 1.0
 _ATTENTION = ("attention", "multi_head_attention", "softmax")
-_DROPOUT = ("dropout", "attention", "multi_head_attention")
 
 
 class ModelProbe(Guard):
@@ -66,7 +69,7 @@ class ModelProbe(Guard):
         self._marks: list[tuple[int, int]] = []
         self._sizes: dict[str, int] = {}
         self._skipped: dict[str, None] = {}
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
 
     def attach(self, watch: Watch) -> None:
         super().attach(watch)
@@ -74,9 +77,9 @@ class ModelProbe(Guard):
         watch.inspection.on_begin(self._stretch_begins)
         functions = watch.inspection.functions
         functions.listen(("embedding",), self._embedded)
-        functions.listen(("cross_entropy", "nll_loss"), self._compared)
+        functions.listen(LOSS_CALLS, self._compared)
         functions.listen(_ATTENTION, self._attended)
-        functions.listen(_DROPOUT, self._dropped)
+        functions.listen(DROPOUT_CALLS, self._dropped)
 
     def detach(self) -> None:
         self._done()
@@ -146,15 +149,15 @@ class ModelProbe(Guard):
         self._done()
         batch.finish()
         seconds = max(_LEAST_SECONDS, _FORWARDS * batch.seconds) if self._budget is None else self._budget
-        for found in self._questions(Asker(self.watch, batch, seconds)):
+        for found in self._questions(ProbeRunner(self.watch, batch, seconds)):
             if found.module is None or not any(fnmatchcase(found.module, each) for each in self._allow):
                 self._submit(found)
 
     # What is asked.
 
-    def _questions(self, asker: Asker) -> Iterator[Finding]:
-        repeated, batch = Repeated(asker), asker.batch
-        yield from self._ask("two eval passes", asker, repeated.findings)
+    def _questions(self, runner: ProbeRunner) -> Iterator[Finding]:
+        repeated, batch = TwoPasses(runner), runner.batch
+        yield from self._ask("two eval passes", runner, repeated.findings)
         if not repeated.answer.tensors:
             return
         first, shift = repeated.answer, batch.shift
@@ -166,23 +169,23 @@ class ModelProbe(Guard):
         if shift is not None and shift.position in batch.reread:
             self._skip("causality", "the ids are looked up twice, as by an encoder and a decoder")
         elif shift is not None:
-            future = self._ask("causality", asker, lambda: future_findings(asker, shift, first))
+            future = self._ask("causality", runner, lambda: future_findings(runner, shift, first))
         if batch.tokens:
             leaking = {found.module for found in future}
             rows, length = next(iter(batch.tokens.values())).shape
             if rows == length and shift is None:
                 self._skip("independence of rows", f"{rows} rows of {length} tokens cannot be told from their columns")
-            yield from self._ask("independence of rows", asker, lambda: row_findings(asker, first, leaking))
+            yield from self._ask("independence of rows", runner, lambda: row_findings(runner, first, leaking))
         else:
-            yield from self._ask("independence of rows", asker, lambda: recurrent_findings(asker, first))
+            yield from self._ask("independence of rows", runner, lambda: recurrent_findings(runner, first))
         yield from future
 
-    def _ask(self, question: str, asker: Asker, find: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    def _ask(self, question: str, runner: ProbeRunner, find: Callable[[], Iterable[Finding]]) -> list[Finding]:
         try:
-            with asker.rerun.open(self.watch.inspection, question):
+            with runner.rerun.open(self.watch.inspection, question):
                 return list(find())
         except OutOfBudget:
-            self._skip(question, f"it would have taken more than the budget of {asker.budget:.3g} seconds")
+            self._skip(question, f"it would have taken more than the budget of {runner.budget:.3g} seconds")
         except Exception as error:
             # The model cannot run like that (without gradient, in eval mode); its own run goes on.
             self._skip(question, f"the model cannot be called again: {type(error).__name__}: {_short(error)}")
@@ -193,8 +196,8 @@ class ModelProbe(Guard):
 
     def _submit(self, found: Finding) -> None:
         key = f"{found.code} {found.cause_id or found.module}"
-        if key not in self._said:
-            self._said.add(key)
+        if key not in self._reported:
+            self._reported.add(key)
             self.watch.submit(found.model_copy(update={"guard": self.name}))
 
     # What is noted of the forward.

@@ -9,23 +9,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gpt_guard.callbacks.modes.dropout import DropoutCall, active_dropout
-from gpt_guard.callbacks.probes.probe_batch import Batch
+from gpt_guard.callbacks.modes.dropout import DROPOUT_CALLS, DropoutCall, active_dropout
+from gpt_guard.callbacks.probes.batch import Batch
 from gpt_guard.hooks.functions.functions import FunctionCall, FunctionTap
 from gpt_guard.hooks.isolation.rerun import Rerun
 from gpt_guard.hooks.isolation.tolerance import SAME_SHAPE, difference, rounding
 from gpt_guard.hooks.tensors import walk
 from gpt_guard.hooks.watch import Watch
 
-_LOSSES = ("cross_entropy", "nll_loss")
-_DROPOUT = ("dropout", "attention", "multi_head_attention")
+LOSS_CALLS = ("cross_entropy", "nll_loss")
 
 
 class OutOfBudget(Exception):
     """The next forward would take more time than the probes may."""
 
 
-class Answer(NamedTuple):
+class ProbeAnswer(NamedTuple):
     """Floating-point outputs by position, what losses inside of forward compared, and dropout that was active."""
 
     outputs: dict[str, Tensor]
@@ -38,7 +37,7 @@ class Answer(NamedTuple):
         return [*self.outputs.values(), *self.scores]
 
 
-class Asker:
+class ProbeRunner:
     """Runs the model on copies of one batch; `OutOfBudget` is raised before a forward that would go over `budget`.
 
     Seconds are those of the forwards, until their results are there.
@@ -51,9 +50,11 @@ class Asker:
         self.rerun = Rerun(watch.model, batch.inputs, batch.autocast)
         self._spent = 0.0
         self._last = batch.seconds / 3
-        self._answer = Answer({}, [], [])
+        self._answer = ProbeAnswer({}, [], [])
 
-    def ask(self, replaced: Mapping[str, Tensor] | None = None, seed: int = 0, *, regardless: bool = False) -> Answer:
+    def ask(
+        self, replaced: Mapping[str, Tensor] | None = None, seed: int = 0, *, regardless: bool = False
+    ) -> ProbeAnswer:
         """What the model answers; outputs are kept as they come. Call it inside of `rerun.open`.
 
         `regardless` of the budget: where something was found, and only its place is asked for.
@@ -69,18 +70,18 @@ class Asker:
         self._spent += self._last
         return answer
 
-    def _call(self, replaced: Mapping[str, Tensor] | None, seed: int) -> Answer:
-        self._answer = Answer({}, [], [])
+    def _call(self, replaced: Mapping[str, Tensor] | None, seed: int) -> ProbeAnswer:
+        self._answer = ProbeAnswer({}, [], [])
         tap = FunctionTap()
-        tap.listen(_LOSSES, self._loss)
-        tap.listen(_DROPOUT, self._dropout)
+        tap.listen(LOSS_CALLS, self._loss)
+        tap.listen(DROPOUT_CALLS, self._dropout)
         try:
             tap.open()
             output = self.rerun(replaced, seed)
         finally:
             tap.close()
             tap.clear()
-        answer, self._answer = self._answer, Answer({}, [], [])
+        answer, self._answer = self._answer, ProbeAnswer({}, [], [])
         for position, tensor in walk(output):
             if comparable(tensor):
                 answer.outputs[position] = tensor.detach()
@@ -99,17 +100,13 @@ class Asker:
         largest = float(tensor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max())
         return max(rounding(tensor), SAME_SHAPE * self.rerun.eps * largest)
 
-    def same(self, one: Answer, other: Answer) -> bool:
-        """Whether two answers agree in every tensor that both have."""
-        return self.largest(one, other) <= 0.0
-
-    def largest(self, one: Answer, other: Answer) -> float:
+    def apart(self, one: ProbeAnswer, other: ProbeAnswer) -> float:
         """The largest difference that is more than rounding; 0 where there is none."""
         worst = 0.0
         for a, b in zip(one.tensors, other.tensors, strict=False):
             if a.shape == b.shape and a.numel():
-                apart = float(difference(a, b).max())
-                worst = max(worst, apart if apart > self.allowed(a) else 0.0)
+                change = float(difference(a, b).max())
+                worst = max(worst, change if change > self.allowed(a) else 0.0)
         return worst
 
 

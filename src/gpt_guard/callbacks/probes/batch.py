@@ -19,7 +19,7 @@ _DIFFER = 0.1
 """Least share of ids that differ from the one before: in a row of one repeated id everything is shifted."""
 
 
-class Shift(NamedTuple):
+class ShiftedTargets(NamedTuple):
     """Targets are the ids of an input moved by one along `time`; `valid`, of their shape, is where a target counts."""
 
     position: str
@@ -53,7 +53,7 @@ class Batch:
         self.padding: dict[str, set[int]] = {}
         self.reread: set[str] = set()
         self.viewed: set[str] = set()
-        self.shift: Shift | None = None
+        self.shift: ShiftedTargets | None = None
         self.grown: set[str] = set()
         self.attended: list[Attended] = []
         self.open = True
@@ -88,7 +88,7 @@ class Batch:
         own = sorted(self.tokens.items(), key=lambda item: item[1].numel() != target.numel())
         for position, ids in own:
             for time, valid in _shifted(ids, target):
-                self.shift = Shift(position, time, valid)
+                self.shift = ShiftedTargets(position, time, valid)
                 return
 
     def finish(self) -> None:
@@ -104,6 +104,25 @@ class Batch:
             for end, beside in ((ids[:, -1], ids[:, -2]), (ids[:, 0], ids[:, 1])):
                 found |= set(end[end == beside].unique().tolist())
         return found
+
+    def begun_by_padding(self, position: str, time: int) -> Tensor:
+        """Where a row begins with padding, by its ids or by a mask beside them: bool `[B, T]`.
+
+        A query there has no key that it may look at: attention that hides scores with a large negative number, and not
+        with -inf, gives it the mean over all of them, the future included.
+        """
+        ids = self.tokens[position]
+        fixed = torch.tensor(sorted(self.fixed(position)), device=ids.device, dtype=ids.dtype)
+        padding = (torch.isin(ids, fixed) & (ids == ids.narrow(time, 0, 1))).long().cumprod(time).bool()
+        for name, mask in self._own.items():
+            if mask.shape != ids.shape or name in self.tokens or not bool(((mask == 0) | (mask == 1)).all()):
+                continue
+            # Masks are read either way round; what they hide is padding where it is one and the same id.
+            for hidden in (0, 1):
+                begun = (mask == hidden).to(ids.device).long().cumprod(time).bool()
+                if ids[begun].unique().numel() == 1:
+                    padding |= begun
+        return padding if time == 1 else padding.t()
 
     def other(self, position: str, where: Tensor, seed: int) -> Tensor | None:
         """The ids with others in the places `where`, each one that the batch has; None where it has too few."""

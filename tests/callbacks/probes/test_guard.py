@@ -13,7 +13,7 @@ from gpt_guard.callbacks.attention.attention_calls import AttentionCalls
 from gpt_guard.callbacks.attention.index_calls import IndexCalls
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.modes.guard import EvalModeAssert
-from gpt_guard.callbacks.probes.model_probe import ModelProbe
+from gpt_guard.callbacks.probes.guard import ModelProbe
 from gpt_guard.guardian import Guardian
 from gpt_guard.records import Finding, Severity
 

@@ -62,19 +62,16 @@ _around_schedule = _outermost("scheduled", _is_made)
 
 
 def _around_norm(
-    original: Any, listeners: tuple[Any, ...], parameters: Any, max_norm: Any, *args: Any, **kwargs: Any
+    original: Any, listeners: tuple[LoopCalls, ...], parameters: Any, max_norm: Any, *args: Any, **kwargs: Any
 ) -> Any:
     result = original(parameters, max_norm, *args, **kwargs)
     if not is_compiling():
-        given = parameters if type(parameters) is list else _listed(parameters)
-        total_norm = args[0] if args else kwargs.get("total_norm")
-        for listener in listeners:
-            listener.norm_clipped(given, max_norm, total_norm)
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        gradients = [each.grad for each in given if each.grad is not None]
+        call = ClipCall("norm", given, len(given), gradients, _number(max_norm))
+        for each in listeners:
+            each.hear("clipped", call)
     return result
-
-
-def _listed(parameters: Any) -> list[Tensor]:
-    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
 def _around_grouping(original: Any, listeners: tuple[LoopCalls, ...], *args: Any, **kwargs: Any) -> Any:
@@ -109,8 +106,6 @@ _PARTS: dict[str, Callable[..., Any]] = {
     "_group_tensors_by_device_and_dtype": _around_grouping,
 }
 _CLIPS = tuple(Patch(clip_grad, name, around) for name, around in _PARTS.items() if hasattr(clip_grad, name))
-NORM_CLIPS = _CLIPS[:1] if hasattr(clip_grad, "_clip_grads_with_norm_") else ()
-"""The patch that tells of `clip_grad_norm_`, if this torch has a place for it."""
 _OWN: dict[tuple[type, str], Patch] = {}
 
 
@@ -163,11 +158,6 @@ class LoopCalls:
     def close(self) -> None:
         """Take them away; may run twice."""
         self._undo.close()
-
-    def norm_clipped(self, parameters: list[Tensor], max_norm: Any, _total_norm: Any) -> None:
-        """`clip_grad_norm_` tells it so."""
-        gradients = [each.grad for each in parameters if each.grad is not None]
-        self.hear("clipped", ClipCall("norm", parameters, len(parameters), gradients, _number(max_norm)))
 
     def scaler_unscales(self, optimizer: Any) -> None:
         """`scaler.unscale_()` tells it so."""

@@ -13,9 +13,6 @@ from torch.optim import SGD
 from gpt_guard.callbacks.loop_order.cycle import folded
 from gpt_guard.callbacks.loop_order.guard import LoopOrder
 from gpt_guard.callbacks.loop_order.record import (
-    EventLog,
-    Kind,
-    LoopEvent,
     LoopRecorder,
     cleared,
     gradient_state,
@@ -24,19 +21,6 @@ from gpt_guard.callbacks.loop_order.record import (
 from gpt_guard.guardian import Guardian
 
 from .order_loops import cross_entropy, run
-
-
-def test_places_count_on_while_old_events_go() -> None:
-    events = EventLog()
-    for _ in range(600):
-        events.note(LoopEvent(Kind.FORWARD))
-    place = events.count
-    events.note(LoopEvent(Kind.BACKWARD, frozenset({0})))
-    events.note(LoopEvent(Kind.STEP, frozenset({0})))
-    assert [event.kind for event in events.since(place) or []] == [Kind.BACKWARD, Kind.STEP]
-    assert events.since(events.count) == []
-    assert events.since(0) is None
-    assert len(events.since(place - 400) or []) == 402
 
 
 def test_the_state_of_gradients_tells_what_was_done_to_them() -> None:

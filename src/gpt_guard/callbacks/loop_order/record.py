@@ -6,7 +6,6 @@ What calls do not show, the version counters of the gradients do.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -97,38 +96,21 @@ class StepTaken(NamedTuple):
     used: bool
 
 
-class EventLog:
-    """The newest events in order. `count` numbers all that were ever noted, so that a place in the stream is a number.
-
-    Bounded: of a step with more events than are kept, only the newest are there.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._kept: deque[LoopEvent] = deque(maxlen=_MOST_EVENTS)
-
-    def note(self, event: LoopEvent) -> None:
-        """Append an event."""
-        self._kept.append(event)
-        self.count += 1
-
-    def since(self, place: int) -> list[LoopEvent] | None:
-        """The events from this place on; None where some of them are no longer kept."""
-        missing = self.count - place
-        if missing > len(self._kept):
-            return None
-        return list(self._kept)[len(self._kept) - missing :]
+_NO_LOSS = Backward((), shared=False, again=False, inputs=False, weights=())
 
 
 class OwnGradients:
-    """One optimizer: its parameters, how its gradients were last seen, and where in the stream its cycle began."""
+    """One optimizer: its parameters, how its gradients were last seen, and the events of its cycle so far.
+
+    `events` is None for a cycle with more of them than are kept; `last` is the step at the end of the cycle before.
+    """
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
         self.ids = {id(tensor) for tensor in tensors}
         self.state: State = gradient_state(tensors)
         self.applied: State = ()
-        self.begun = 0
+        self.events: list[LoopEvent] | None = []
         self.last: LoopEvent | None = None
         self.fresh = False
         self.reached = False
@@ -146,18 +128,6 @@ class OwnGradients:
         return before
 
 
-class _Pending(NamedTuple):
-    """What was seen of a loss before its backward: its addends, the number of its last operation, and its graph."""
-
-    addends: tuple[Addend, ...]
-    number: int | None
-    shared: bool
-    again: bool
-
-
-_NOTHING = _Pending((), None, shared=False, again=False)
-
-
 class LoopRecorder:
     """Told of each call in an inspected step; holds no tensor but the parameters; numbers go through the ledger.
 
@@ -167,7 +137,6 @@ class LoopRecorder:
     prefix = "loop_order."
 
     def __init__(self, watch: Watch) -> None:
-        self.events = EventLog()
         self.values: dict[str, float] = {}
         self._watch = watch
         self._own = [OwnGradients(list(watch.held_by(index).values())) for index in range(len(watch.optimizers))]
@@ -175,13 +144,13 @@ class LoopRecorder:
         self._inputs = False
         self._graphs: dict[int, set[int]] = {}
         self._before_clearing: set[int] = set()
-        self._pending = _NOTHING
+        self._pending, self._number = _NO_LOSS, -1
         self._put = 0
 
     def cycle(self, index: int) -> tuple[LoopEvent | None, list[LoopEvent]]:
         """The last step of an optimizer, if it was seen, and all events since; none where some are no longer kept."""
         own = self._own[index]
-        return own.last, self.events.since(own.begun) or []
+        return own.last, own.events or []
 
     def _elsewhere(self) -> bool:
         """Whether this runs in another thread than the loop, or inside of a probe of gpt_guard's own."""
@@ -190,7 +159,11 @@ class LoopRecorder:
 
     def _note(self, kind: Kind, optimizers: Iterable[int] = (), detail: Any = None) -> LoopEvent:
         event = LoopEvent(kind, frozenset(optimizers), user_line(), detail)
-        self.events.note(event)
+        for own in self._own:
+            if own.events is not None:
+                own.events.append(event)
+                if len(own.events) > _MOST_EVENTS:
+                    own.events = None
         return event
 
     def _holding(self, ids: set[int]) -> list[int]:
@@ -277,14 +250,14 @@ class LoopRecorder:
                 if not self._zeroed_since(own, index):
                     self._note(Kind.CLEARED, [index])
                 self._before_clearing |= set(self._graphs)
-        number = None if loss.grad_fn is None else loss.grad_fn._sequence_nr()
         shared = same_graph(loss, set(self._graphs))
         again = shared and same_graph(loss, set(self._graphs) - self._before_clearing)
-        self._pending = _Pending(tuple(self._kept(addends(loss))), number, shared, again)
+        self._pending = Backward(tuple(self._kept(addends(loss))), shared, again, self._inputs, ())
+        self._number = -1 if loss.grad_fn is None else loss.grad_fn._sequence_nr()
 
     def _zeroed_since(self, own: OwnGradients, index: int) -> bool:
         """Whether a zero_grad() was seen since the last backward, or since the step."""
-        for event in reversed(self.events.since(own.begun) or []):
+        for event in reversed(own.events or []):
             if event.kind in (Kind.ZERO_GRAD, Kind.CLEARED) and index in event.optimizers:
                 return True
             if event.kind is Kind.BACKWARD and index in event.optimizers:
@@ -307,8 +280,7 @@ class LoopRecorder:
 
     def backward_ended(self) -> None:
         """Gradients are in place: which of them did this backward write?"""
-        found, number, shared, again = self._pending
-        self._pending = _NOTHING
+        made, self._pending = self._pending, _NO_LOSS
         touched, written = [], set()
         for index, own in enumerate(self._own):
             before = own.look()
@@ -317,12 +289,13 @@ class LoopRecorder:
                 touched.append(index)
                 written |= changed
                 own.fresh, own.loose = True, False
-        kept = (earlier for made, earlier in self._graphs.items() if made not in self._before_clearing)
-        again = again and any(written & earlier for earlier in kept)
-        if number is not None:
-            self._graphs[number] = written
+        kept = (earlier for number, earlier in self._graphs.items() if number not in self._before_clearing)
+        again = made.again and any(written & earlier for earlier in kept)
+        if self._number >= 0:
+            self._graphs[self._number] = written
         weights = tuple(versions(own.tensors) for own in self._own)
-        self._note(Kind.BACKWARD, touched, Backward(found, shared, again, self._inputs, weights))
+        self._note(Kind.BACKWARD, touched, made._replace(again=again, weights=weights))
+        self._number = -1
 
     def step_begins(self, index: int) -> None:
         """The optimizer is about to step."""
@@ -350,7 +323,7 @@ class LoopRecorder:
         self._turn(own)
 
     def _turn(self, own: OwnGradients) -> None:
-        own.begun = self.events.count
+        own.events = []
         own.fresh = own.unscaled = own.loose = False
         self._graphs.clear()
         self._before_clearing.clear()

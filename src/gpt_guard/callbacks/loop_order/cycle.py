@@ -20,7 +20,7 @@ _LONGEST_PERIOD = 6
 
 
 class RuleResult(NamedTuple):
-    """What a rule saw in one cycle: a finding, and in how many cycles in a row it must be seen to be said.
+    """What a rule saw in one cycle: a finding, and in how many cycles in a row it must be seen to be reported.
 
     `key` tells ways apart in which one rule can speak: only those with the same key count as a row.
     """

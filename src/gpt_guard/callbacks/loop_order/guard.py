@@ -119,7 +119,7 @@ class LoopOrder(Guard):
     def mode_ended(self) -> None:
         """Never called: `mode_begins` asks for no end."""
 
-    # What is said about it.
+    # Judging.
 
     def judge(self, seen: Observation) -> Iterator[Finding]:
         if seen.evaluation:

@@ -44,7 +44,7 @@ class Addend(NamedTuple):
 
 
 def addends(loss: Tensor) -> list[Addend]:
-    """The addends of a loss that could be told; empty if any part of its top is of an unknown kind."""
+    """The addends of a loss that are known; empty if any part of its top is of an unknown kind."""
     found: list[Addend] = []
     budget = [_MOST_NODES]
     try:

@@ -90,7 +90,7 @@ class Backward(NamedTuple):
 
 
 class StepTaken(NamedTuple):
-    """A step: whether its gradients were written by something unseen, and whether they were used before."""
+    """A step: whether its gradients were written by something unknown, and whether they were used before."""
 
     by_hand: bool
     used: bool
@@ -129,7 +129,7 @@ class OwnGradients:
 
 
 class LoopRecorder:
-    """Told of each call in an inspected step; holds no tensor but the parameters; numbers go through the ledger.
+    """Notes each call in an inspected step; holds no tensor but the parameters; numbers go through the ledger.
 
     `values` are the numbers that the host has read for it, by name.
     """
@@ -229,7 +229,7 @@ class LoopRecorder:
                 self._own[index].unscaled = self._own[index].loose = True
 
     def other_step(self, optimizer: Optimizer) -> None:
-        """Any optimizer begins a step; ours are told of in another way."""
+        """Any optimizer begins a step; ours come by `step_begins`."""
         if not self._elsewhere() and all(own is not optimizer for own in self._watch.optimizers):
             self._note(Kind.OTHER_STEP)
 
@@ -347,7 +347,7 @@ def cleared(before: State, now: State) -> bool:
 
 
 def has_stepped(optimizer: Optimizer) -> bool:
-    """Whether an optimizer has ever stepped; True where that cannot be told.
+    """Whether an optimizer has ever stepped; True where that is not known.
 
     A torch scheduler marks the step method of the optimizer that it was made for, and the method then marks each call.
     """

@@ -15,8 +15,8 @@ class Tail:
     """Counts backward calls since the step, and since the gradients were last cleared; reads nothing, and stays on.
 
     A loop that leaves out a bad micro-batch goes on counting, so that its next step has fewer of them. One that begins
-    an epoch counts from the start again: a full step follows. So a tail is told only after that step, and only where
-    modes changed in between, as round a validation, or where it has happened before.
+    an epoch counts from the start again: a full step follows. So a tail is reported only after that step, and only
+    where modes changed in between, as round a validation, or where it has happened before.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Tail:
     def backward(self, micro_batch: int) -> None:
         """A backward is over, the `micro_batch`-th since the gradients were cleared; 0 if it was no training."""
         if micro_batch == 0:
-            # An attack on the inputs in a validation: nothing can be told of this step.
+            # An attack on the inputs in a validation: nothing is known of this step.
             self._drops = 2
         if micro_batch == 1 and self._since:
             self._drops += 1

@@ -56,7 +56,7 @@ class BeganInEval:
     def judge(
         self, watch: Watch, step: int, modules: Sequence[Sensitive], modes: Sequence[bool], *, first: bool
     ) -> Iterator[Finding]:
-        """Told once for each module: in the first step after its mode has changed. `first`: none has trained before."""
+        """Report each module once, in the first step after its mode has changed. `first`: none has trained before."""
         pairs = list(zip(modules, modes, strict=True))
         known = self._frozen
         if known is None:
@@ -95,21 +95,21 @@ def _unfrozen(
     """GG506, or None where it seems to be meant: `.train()` was called on the part itself, or unfroze it as a whole.
 
     A call on the whole model means the part too only if its parameters train from then on; one of normalisation whose
-    statistics alone were kept has had trainable parameters all along, and is told.
+    statistics alone were kept has had trainable parameters all along, and is reported.
     """
     who = watch.modes.who(training=True, of=modules[0].path)
     frozen = [each for each in modules if _is_frozen(watch.model, each.path)]
-    told = frozen or [each for each in modules if each.buffers and each.path not in was_frozen]
-    if who is None or not told or _on_the_part(who[0], [each.path for each in modules]):
+    moved = frozen or [each for each in modules if each.buffers and each.path not in was_frozen]
+    if who is None or not moved or _on_the_part(who[0], [each.path for each in modules]):
         return None
     if who[0] and _is_frozen(watch.model, who[0]):
         # A call on what is frozen as a whole reaches nothing else.
         return None
-    statistics = sum(each.buffers for each in told)
-    one = len(told) == 1
-    what = "1 mode-sensitive module was" if one else f"{len(told)} mode-sensitive modules were"
+    statistics = sum(each.buffers for each in moved)
+    one = len(moved) == 1
+    what = "1 mode-sensitive module was" if one else f"{len(moved)} mode-sensitive modules were"
     seen = (
-        f"{what} in eval mode {began} and {'is' if one else 'are'} in training mode in this step ({described(told)}). "
+        f"{what} in eval mode {began} and {'is' if one else 'are'} in training mode in this step ({described(moved)}). "
         f"{described_call('train', who)}"
     )
     if frozen:
@@ -123,10 +123,10 @@ def _unfrozen(
         likely=["blanket_train"],
         step=step,
         moment=Moment.AFTER_BACKWARD,
-        module=told[0].path,
-        module_class=type(told[0].module).__name__,
+        module=moved[0].path,
+        module_class=type(moved[0].module).__name__,
         where=who[1],
-        evidence={"modules": [each.path for each in told[:50]], "count": len(told), "statistics": statistics},
+        evidence={"modules": [each.path for each in moved[:50]], "count": len(moved), "statistics": statistics},
     )
 
 
@@ -149,10 +149,10 @@ def _on_the_part(called: str, part: list[str]) -> bool:
 class FreezeInTrain(Guard):
     """Asks modules with a `train(mode)` of their own, in the first inspected step, what that would freeze.
 
-    It is called with the mode that the module is in anyway; flags, modes and whatever else it sets are put back. Told
-    are parameters that train now and would not after that call. A model whose `train()` has been called has nothing
-    to change and is silent. A method of this name that is something else, such as one that trains, is never called.
-    Runs once after the first step of each inspected stretch; reads nothing from the device.
+    It is called with the mode that the module is in anyway; flags, modes and whatever else it sets are put back.
+    Parameters that train now and would not after that call are reported. A model whose `train()` has been called has
+    nothing to change and is silent. A method of this name that is something else, such as one that trains, is never
+    called. Runs once after the first step of each inspected stretch; reads nothing from the device.
     """
 
     inspects: ClassVar[bool] = True

@@ -114,7 +114,7 @@ class NoGradForwards:
             self._held = known
 
     def step(self, watch: Watch) -> None:
-        """A step is judged: what was held back is told once one shows that it is no part of each."""
+        """A step is judged: what was held back is reported once one shows that it is no part of each."""
         broken = self._rhythm.step()
         if broken and self._held is not None:
             self._report(watch, self._held)
@@ -130,7 +130,7 @@ class NoGradForwards:
             self._report(watch, self._held, why=_EACH_STEP if rhythm.kept else "")
 
     def _report(self, watch: Watch, known: Suspicion, why: str = "") -> None:
-        """`why` tells that it seems to be meant; that is told once in a run."""
+        """`why` tells that it seems to be meant; that is reported once in a run."""
         if why not in self._meant:
             self._meant |= {why} if why else set()
             watch.submit(_evaluated_in_training(watch, known, self._sensitive, why))
@@ -214,7 +214,7 @@ def _evaluated_in_training(watch: Watch, known: Suspicion, sensitive: int, why: 
         module=first.path,
         module_class=type(first.module).__name__,
         where=known.where,
-        # Not the same trouble as one that is not meant: that is said although this was.
+        # Not the same trouble as one that is not meant: that is reported although this was.
         cause_id=why or None,
         evidence={
             "modules": [each.path for each in known.modules[:50]],

@@ -89,7 +89,7 @@ class ModelProbe(Guard):
         super().detach()
 
     def judge(self, seen: Observation) -> Iterable[Finding]:
-        """Everything is told when it was asked."""
+        """Findings are submitted when a question is answered."""
         return ()
 
     def blind_spots(self) -> Iterable[str]:

@@ -35,7 +35,7 @@ class TwoPasses:
         runner, model = self._runner, self._runner.watch.model
         before = kept_sizes(model)
         self.answer = runner.ask(seed=0)
-        between = kept_sizes(model)
+        halfway = kept_sizes(model)
         second = runner.ask(seed=1)
         after = kept_sizes(model)
         apart = runner.apart(self.answer, second)
@@ -44,12 +44,12 @@ class TwoPasses:
             return
         if runner.apart(self.answer, runner.ask(seed=0)):
             self.unsteady = "the model answers otherwise at every call: it keeps something from the call before"
-            grown = [name for name in after if before.get(name, 0) < between.get(name, 0) < after[name]]
+            grown = [name for name in after if before.get(name, 0) < halfway.get(name, 0) < after[name]]
             if grown:
                 name = grown[0]
                 # A cache that only eval mode fills is cleared by who generates with it.
                 meant = name not in runner.batch.grown
-                sizes = [before.get(name, 0), between[name], after[name]]
+                sizes = [before.get(name, 0), halfway[name], after[name]]
                 yield growing(runner.watch, grown, sizes, apart, meant=meant)
             return
         if not dropout:
@@ -113,7 +113,7 @@ def future_findings(runner: ProbeRunner, shift: ShiftedTargets, first: ProbeAnsw
 def _logits(runner: ProbeRunner, answer: ProbeAnswer, shift: ShiftedTargets) -> list[Tensor]:
     """The one output that is logits `[B, T, V]`; else what losses inside of forward compared.
 
-    Of several outputs (a model that reads both ways has two) none can be told to be the one that must not see ahead.
+    Of several outputs (a model that reads both ways has two) none is known to be the one that must not see ahead.
     """
     ids = runner.batch.tokens[shift.position]
     rows, length = ids.shape
@@ -187,9 +187,9 @@ def row_findings(runner: ProbeRunner, first: ProbeAnswer, leaking: Collection[st
     """GG661 for a model of token ids whose rows leak into each other.
 
     Which dimension is the batch is known from targets that are shifted along the other, or from an output that has one
-    entry for each row. Where nothing tells, time-major data would look like a wrong batch_first: then it is told only
-    if both dimensions mix, since a healthy model keeps one of them apart. Where the future leaks in the same module
-    (`leaking`), positions and rows are mixed up, as a view in place of a transpose does.
+    entry for each row. Where nothing tells, time-major data would look like a wrong batch_first: then it is reported
+    only if both dimensions mix, since a healthy model keeps one of them apart. Where the future leaks in the same
+    module (`leaking`), positions and rows are mixed up, as a view in place of a transpose does.
     """
     ids = next(iter(runner.batch.tokens.values()))
     rows, length = ids.shape

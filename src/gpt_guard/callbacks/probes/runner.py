@@ -141,7 +141,7 @@ def by_place(tensor: Tensor, rows: int, length: int) -> Tensor | None:
 def by_row(tensor: Tensor, rows: int, length: int, batch: int, *, sure: bool) -> Tensor | None:
     """A tensor with the rows of the batch in front; None where it has none, or where rows and pairs look alike.
 
-    As many rows as tokens are told apart only if it is `sure` which dimension is the batch.
+    As many rows as tokens are distinguished only if it is `sure` which dimension is the batch.
     """
     if rows == length and not sure:
         return tensor if tensor.dim() == 2 and tensor.size(0) == rows and tensor.size(1) != rows else None

@@ -165,7 +165,7 @@ class LRTracker(Guard):
                     yield findings.past_the_end(seen, view)
 
     def _judge_resume(self, track: LRTrack, seen: Observation, *, meant: bool) -> Iterator[Finding]:
-        # What is sure to be a restart needs no leap to be told.
+        # What is sure to be a restart needs no leap to be reported.
         limit = min(self._jump, self._restart) if self._restarted(track, seen) else self._jump
         jump = track.jump(seen.lr, limit)
         if jump is not None and not meant and not self._scheduler_went_on(track, seen):

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from gpt_guard.callbacks.loop_order.guard import LoopOrder
     from gpt_guard.callbacks.losses.loss_balance import LossBalance, loss_balance
     from gpt_guard.callbacks.losses.loss_inputs import LossInputs
-    from gpt_guard.callbacks.modes.eval_mode import EvalModeAssert
-    from gpt_guard.callbacks.modes.freezing import FreezeInTrain
+    from gpt_guard.callbacks.modes.frozen import FreezeInTrain
+    from gpt_guard.callbacks.modes.guard import EvalModeAssert
     from gpt_guard.callbacks.precision.autocast import AutocastUse
-    from gpt_guard.callbacks.probes.model_probe import ModelProbe
-    from gpt_guard.callbacks.schedule.lr import LRTracker
+    from gpt_guard.callbacks.probes.guard import ModelProbe
+    from gpt_guard.callbacks.schedule.guard import LRTracker
     from gpt_guard.callbacks.updates.param_delta import ParamDeltaProbe
     from gpt_guard.callbacks.updates.tied import TiedWeights
     from gpt_guard.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
@@ -87,12 +87,12 @@ _HOME = {
     "ConsoleSink": "sinks.console",
     "DataError": "errors",
     "DataWatch": "callbacks.data.data_watch",
-    "EvalModeAssert": "callbacks.modes.eval_mode",
+    "EvalModeAssert": "callbacks.modes.guard",
     "Finding": "records",
     "Fingerprint": "checkpoint.fingerprint",
     "FingerprintMismatch": "errors",
     "FiniteGuard": "callbacks.finite.guard",
-    "FreezeInTrain": "callbacks.modes.freezing",
+    "FreezeInTrain": "callbacks.modes.frozen",
     "GradNormMonitor": "callbacks.gradients.grad_norm",
     "GradientError": "errors",
     "Guard": "callbacks.base",
@@ -101,7 +101,7 @@ _HOME = {
     "Guardian": "guardian",
     "IndexCalls": "callbacks.attention.index_calls",
     "JsonlSink": "sinks.files",
-    "LRTracker": "callbacks.schedule.lr",
+    "LRTracker": "callbacks.schedule.guard",
     "LoadedCheckpoint": "checkpoint",
     "LoggedLoss": "callbacks.logged.logged_loss",
     "LoggedUpdate": "callbacks.logged.logged_update",
@@ -109,7 +109,7 @@ _HOME = {
     "LossBalance": "callbacks.losses.loss_balance",
     "LossInputs": "callbacks.losses.loss_inputs",
     "ModeError": "errors",
-    "ModelProbe": "callbacks.probes.model_probe",
+    "ModelProbe": "callbacks.probes.guard",
     "Moment": "records",
     "NonFiniteError": "errors",
     "Observation": "records",

@@ -15,11 +15,11 @@ from gpt_guard.callbacks.logged.logged_loss import LoggedLoss
 from gpt_guard.callbacks.logged.logged_update import LoggedUpdate
 from gpt_guard.callbacks.loop_order.guard import LoopOrder
 from gpt_guard.callbacks.losses.loss_inputs import LossInputs
-from gpt_guard.callbacks.modes.eval_mode import EvalModeAssert
-from gpt_guard.callbacks.modes.freezing import FreezeInTrain
+from gpt_guard.callbacks.modes.frozen import FreezeInTrain
+from gpt_guard.callbacks.modes.guard import EvalModeAssert
 from gpt_guard.callbacks.precision.autocast import AutocastUse
-from gpt_guard.callbacks.probes.model_probe import ModelProbe
-from gpt_guard.callbacks.schedule.lr import LRTracker
+from gpt_guard.callbacks.probes.guard import ModelProbe
+from gpt_guard.callbacks.schedule.guard import LRTracker
 from gpt_guard.callbacks.updates.param_delta import ParamDeltaProbe
 from gpt_guard.callbacks.updates.tied import TiedWeights
 

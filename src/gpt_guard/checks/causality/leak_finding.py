@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt_guard import catalogue
-from gpt_guard.callbacks.probes.leak_words import distances, likely_future
+from gpt_guard.callbacks.probes.findings import distances, likely_future
 from gpt_guard.checks.causality.leaks import Pairs, Suffix, change_suffix, leak_pairs, leaking_module
 from gpt_guard.checks.runner.perturb import Forward, repeatable, widened
 from gpt_guard.hooks.isolation.eval_no_grad import quiet

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gpt_guard.callbacks.probes.leak_words import likely_rows
+from gpt_guard.callbacks.probes.findings import likely_rows
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.causality import leaks, rows
 from gpt_guard.checks.causality.leak_finding import look_closer, look_into

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from gpt_guard.callbacks.modes.mode_sensitive import sensitive_modules
+from gpt_guard.callbacks.modes.sensitive import sensitive_modules
 from gpt_guard.hooks.isolation.traces import Blame
 
 _KERNEL = 1e-4

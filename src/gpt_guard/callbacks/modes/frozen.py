@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
-from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +16,7 @@ from gpt_guard.callbacks.modes.sensitive import Sensitive, described
 from gpt_guard.callbacks.updates.param_plan import listed
 from gpt_guard.catalogue import finding
 from gpt_guard.hooks.copies import Uncopiable, Uncopied
+from gpt_guard.hooks.evaluation import own_train, sets_modes
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Observation
 
@@ -178,8 +177,8 @@ class FreezeInTrain(Guard):
         if self._asked or self._reported or not self.watch.inspection.active:
             return
         self._asked = True
-        own = [(path, each) for path, each in self.watch.model.named_modules() if _train_of(each) is not None]
-        other = {id(each) for _, each in own if not _sets_modes(_train_of(each))}
+        own = [(path, each) for path, each in self.watch.model.named_modules() if own_train(each) is not None]
+        other = {id(each) for _, each in own if not sets_modes(own_train(each))}
         # A call on a module reaches what is inside of it.
         own = [(path, each) for path, each in own if not any(id(inner) in other for inner in each.modules())]
         if own:
@@ -228,36 +227,3 @@ class FreezeInTrain(Guard):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._reported = bool(state["said"])
-
-
-def _train_of(module: nn.Module) -> Any:
-    """What a module, or a class of it below nn.Module that is none of torch's, has for `train`; None if neither has."""
-    if "train" in vars(module):
-        return vars(module)["train"]
-    for kind in type(module).__mro__:
-        if kind is nn.Module:
-            return None
-        if "train" in vars(kind):
-            return None if kind.__module__.startswith("torch.") else vars(kind)["train"]
-    return None
-
-
-def _sets_modes(train: Any) -> bool:
-    """Whether a method by the name of `train` is nn.Module's one made to do more, and not a loop that trains.
-
-    Many models have a `train(epochs)`. Taken for an override is what can be called with a mode alone, hands it on, and
-    names nothing that a training step is made of.
-    """
-    if not isinstance(train, FunctionType):
-        return False
-    function = inspect.unwrap(train)
-    parameters = list(inspect.signature(function).parameters.values())[1:]
-    names = set(function.__code__.co_names)
-    if not parameters or not names & {"train", "eval", "training"} or names & {"backward", "step", "zero_grad"}:
-        return False
-    mode, *others = parameters
-    if any(each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in others):
-        return False
-    if mode.name == "mode":
-        return mode.default is mode.empty or isinstance(mode.default, bool)
-    return "super" in names and (mode.kind is mode.VAR_POSITIONAL or isinstance(mode.default, bool))

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from gpt_guard.callbacks.logged.logged_loss import LoggedLoss
     from gpt_guard.callbacks.logged.logged_update import LoggedUpdate
     from gpt_guard.callbacks.loop_order.guard import LoopOrder
-    from gpt_guard.callbacks.losses.loss_balance import LossBalance, loss_balance
-    from gpt_guard.callbacks.losses.loss_inputs import LossInputs
+    from gpt_guard.callbacks.losses.guard import LossInputs
+    from gpt_guard.callbacks.losses.terms import LossBalance, loss_balance
     from gpt_guard.callbacks.modes.eval_mode import EvalModeAssert
     from gpt_guard.callbacks.modes.freezing import FreezeInTrain
     from gpt_guard.callbacks.precision.autocast import AutocastUse
@@ -106,8 +106,8 @@ _HOME = {
     "LoggedLoss": "callbacks.logged.logged_loss",
     "LoggedUpdate": "callbacks.logged.logged_update",
     "LoopOrder": "callbacks.loop_order.guard",
-    "LossBalance": "callbacks.losses.loss_balance",
-    "LossInputs": "callbacks.losses.loss_inputs",
+    "LossBalance": "callbacks.losses.terms",
+    "LossInputs": "callbacks.losses.guard",
     "ModeError": "errors",
     "ModelProbe": "callbacks.probes.model_probe",
     "Moment": "records",
@@ -142,7 +142,7 @@ _HOME = {
     "check_returns": "checks.returns",
     "compare_reports": "report.compare",
     "load_checkpoint": "checkpoint",
-    "loss_balance": "callbacks.losses.loss_balance",
+    "loss_balance": "callbacks.losses.terms",
     "read_report": "report.file",
     "read_run": "report.run_log",
     "replay": "blackbox.again",

@@ -11,7 +11,7 @@ from gpt_guard.callbacks.gradients.grad_norm import GradNormMonitor
 from gpt_guard.callbacks.logged.logged_loss import LoggedLoss
 from gpt_guard.callbacks.logged.logged_update import LoggedUpdate
 from gpt_guard.callbacks.loop_order.guard import LoopOrder
-from gpt_guard.callbacks.losses.loss_inputs import LossInputs
+from gpt_guard.callbacks.losses.guard import LossInputs
 from gpt_guard.callbacks.modes.eval_mode import EvalModeAssert
 from gpt_guard.callbacks.modes.freezing import FreezeInTrain
 from gpt_guard.callbacks.precision.autocast import AutocastUse

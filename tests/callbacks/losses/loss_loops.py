@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpt_guard.callbacks.base import Guard
-from gpt_guard.callbacks.losses.loss_inputs import LossInputs
+from gpt_guard.callbacks.losses.guard import LossInputs
 from gpt_guard.guardian import Guardian
 
 from ...cases.loss_inputs import CASES

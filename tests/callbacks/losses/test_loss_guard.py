@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from gpt_guard.callbacks.losses.loss_inputs import LossInputs
+from gpt_guard.callbacks.losses.guard import LossInputs
 from gpt_guard.errors import DataError, GuardUsageError
 from gpt_guard.guardian import Guardian
 from gpt_guard.records import Severity

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpt_guard.callbacks.losses.loss_inputs import LossInputs
+from gpt_guard.callbacks.losses.guard import LossInputs
 from gpt_guard.records import Finding, Severity
 
 from ...cases.loss_inputs import BUGS, HEALTHY, Case, run

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpt_guard.callbacks.losses.loss_inputs import LossInputs
+from gpt_guard.callbacks.losses.guard import LossInputs
 from gpt_guard.guardian import Guardian
 
 PAD = 19

@@ -14,7 +14,7 @@ from gpt_guard.callbacks.attention.attention_verdicts import Tokens, Verdict, so
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.settings import patterns
 from gpt_guard.catalogue import finding
-from gpt_guard.hooks.functions.functions import FunctionCall
+from gpt_guard.hooks.functions.function_calls import FunctionCall
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Observation
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpt_guard.hooks.functions.functions import FunctionCall
+from gpt_guard.hooks.functions.function_calls import FunctionCall
 
 HIDDEN = -5e3
 """A score at or below this is masked. The mildest value in wide use is BERT's -10000 (Devlin et al. 2018, their code),

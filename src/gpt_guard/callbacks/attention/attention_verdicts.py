@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpt_guard.callbacks.attention import attention_masks as looks
 from gpt_guard.callbacks.attention.attention_masks import Visible
-from gpt_guard.hooks.functions.functions import FunctionCall
+from gpt_guard.hooks.functions.function_calls import FunctionCall
 from gpt_guard.records import Severity
 from gpt_guard.records.render import number
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.settings import check_types
 from gpt_guard.catalogue import finding
-from gpt_guard.hooks.functions.functions import FunctionCall
+from gpt_guard.hooks.functions.function_calls import FunctionCall
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Observation
 from gpt_guard.records.render import number

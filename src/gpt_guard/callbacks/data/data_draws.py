@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gpt_guard.hooks.functions.functions import FunctionCall
+from gpt_guard.hooks.functions.function_calls import FunctionCall
 
 
 class Draws:

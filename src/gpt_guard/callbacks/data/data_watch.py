@@ -25,7 +25,7 @@ from gpt_guard.callbacks.data.data_seen import Forward
 from gpt_guard.callbacks.data.data_shape import BatchShape
 from gpt_guard.callbacks.data.loaders import LoaderLog, LoaderUse, loaders_of
 from gpt_guard.callbacks.settings import check_types
-from gpt_guard.hooks.functions.functions import FunctionCall
+from gpt_guard.hooks.functions.function_calls import FunctionCall
 from gpt_guard.hooks.tensors import walk
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Observation, Severity

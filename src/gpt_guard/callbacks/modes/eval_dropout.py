@@ -9,7 +9,7 @@ from torch import nn
 
 from gpt_guard.callbacks.modes.eval_missed import Missed, find_missed
 from gpt_guard.catalogue import finding
-from gpt_guard.hooks.functions.functions import FunctionCall
+from gpt_guard.hooks.functions.function_calls import FunctionCall
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Severity, SourceLine
 from gpt_guard.records.render import number

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpt_guard.callbacks.modes.eval_dropout import DropoutCall, active_dropout
 from gpt_guard.callbacks.probes.probe_batch import Batch
-from gpt_guard.hooks.functions.functions import FunctionCall, FunctionTap
+from gpt_guard.hooks.functions.function_calls import FunctionCall, FunctionCalls
 from gpt_guard.hooks.isolation.rerun import Rerun
 from gpt_guard.hooks.isolation.tolerance import SAME_SHAPE, difference, rounding
 from gpt_guard.hooks.tensors import walk
@@ -71,7 +71,7 @@ class Asker:
 
     def _call(self, replaced: Mapping[str, Tensor] | None, seed: int) -> Answer:
         self._answer = Answer({}, [], [])
-        tap = FunctionTap()
+        tap = FunctionCalls()
         tap.listen(_LOSSES, self._loss)
         tap.listen(_DROPOUT, self._dropout)
         try:

@@ -34,7 +34,7 @@ _PRODUCTS = {"Addmm": 1, "Mm": 0, "Linear": 0}
 """Operations that a linear layer is made of, and which of their inputs has the rows."""
 
 
-class Layout(NamedTuple):
+class ScorePositions(NamedTuple):
     """Rows of scores as positions of what the model computed, `[d0, d1]`: (d0[i], d1[i]) is that of row i.
 
     `classes` is "whole" where the classes of a row are the features of one position, "positions" where they run over
@@ -53,13 +53,13 @@ class Layout(NamedTuple):
         return self.first * self.shape[1] + self.second
 
 
-class _Place(NamedTuple):
+class _Elements(NamedTuple):
     node: Any
     shape: tuple[int, ...]
     at: Coordinates
 
 
-def layout_of(scores: Tensor, dim: int) -> Layout | None:
+def positions_of(scores: Tensor, dim: int) -> ScorePositions | None:
     """Where the rows of scores (classes along `dim`) come from; None where the graph does not tell. Reads no scores."""
     start = _start(scores, dim)
     if start is None:
@@ -81,18 +81,18 @@ def layout_of(scores: Tensor, dim: int) -> Layout | None:
     lead = lead if base is place else fixed[0] if fixed else 2
     first, second = (dimension for dimension in range(3) if dimension != lead)
     shape = base.shape[first], base.shape[second]
-    return Layout(shape, base.at[first][:rows], base.at[second][:rows], classes, features)
+    return ScorePositions(shape, base.at[first][:rows], base.at[second][:rows], classes, features)
 
 
-def _folded(place: _Place) -> _Place:
+def _folded(place: _Elements) -> _Elements:
     """What a convolution computed, `[B, C, H, W]` or with more dimensions, as `[B, C, H * W]`."""
     if place.node is None or name_of(place.node) != "Convolution" or len(place.shape) <= 3:
         return place
     sizes = place.shape[2:]
-    return _Place(place.node, (*place.shape[:2], prod(sizes)), [*place.at[:2], _ravel(place.at[2:], sizes)])
+    return _Elements(place.node, (*place.shape[:2], prod(sizes)), [*place.at[:2], _ravel(place.at[2:], sizes)])
 
 
-def _three(place: _Place, known: list[_Place]) -> _Place | None:
+def _three(place: _Elements, known: list[_Elements]) -> _Elements | None:
     """The deepest tensor of three dimensions to be found below, through linear layers on rows `[N, C]`."""
     while len(place.shape) == 2:
         name = name_of(place.node)
@@ -117,7 +117,7 @@ def moved_along(scores: Tensor, dim: int, names: Sequence[str]) -> tuple[Any, se
     return place.node, {k for k, at in enumerate(place.at) if bool((at[:rows] != at[rows : 2 * rows]).any())}
 
 
-def _start(scores: Tensor, dim: int) -> tuple[_Place, int] | None:
+def _start(scores: Tensor, dim: int) -> tuple[_Elements, int] | None:
     """Coordinates of all rows at the first class, then at the second, then at the last."""
     classes, node = scores.size(dim), scores.grad_fn
     rows = scores.numel() // max(1, classes)
@@ -128,10 +128,10 @@ def _start(scores: Tensor, dim: int) -> tuple[_Place, int] | None:
     chosen = torch.tensor([0, 1, classes - 1]).repeat_interleave(rows)
     at = [each.repeat(3) for each in others]
     at.insert(dim % scores.dim(), chosen)
-    return _Place(node, tuple(scores.shape), at), rows
+    return _Elements(node, tuple(scores.shape), at), rows
 
 
-def _classes(place: _Place, rows: int) -> str | None:
+def _classes(place: _Elements, rows: int) -> str | None:
     features = _features(place)
     if features is None:
         return None
@@ -143,7 +143,7 @@ def _classes(place: _Place, rows: int) -> str | None:
     return "positions" if all(bool((one[features] == other[features]).all()) for other in (two, last)) else "mixed"
 
 
-def _features(place: _Place) -> int | None:
+def _features(place: _Elements) -> int | None:
     """Along which dimension the features of one position lie in the output of an operation, if that is known."""
     if place.node is None:
         return None
@@ -153,15 +153,15 @@ def _features(place: _Place) -> int | None:
     return len(place.shape) - 1 if name in _PRODUCTS or name == "Embedding" else None
 
 
-def _below_product(place: _Place) -> _Place | None:
+def _below_product(place: _Elements) -> _Elements | None:
     node = place.node.next_functions[_PRODUCTS[name_of(place.node)]][0]
     shape = _shape(node)
     if node is None or shape is None or len(shape) != 2 or shape[0] != place.shape[0]:
         return None
-    return _Place(node, shape, [place.at[0], torch.zeros_like(place.at[0])])
+    return _Elements(node, shape, [place.at[0], torch.zeros_like(place.at[0])])
 
 
-def _walk(place: _Place, passing: frozenset[str], trail: list[_Place] | None = None) -> _Place:
+def _walk(place: _Elements, passing: frozenset[str], trail: list[_Elements] | None = None) -> _Elements:
     """Pull coordinates back as far as it is certain where each number comes from."""
     for _ in range(_FAR):
         node = place.node
@@ -174,19 +174,19 @@ def _walk(place: _Place, passing: frozenset[str], trail: list[_Place] | None = N
     return place
 
 
-def _back(node: Any, shape: tuple[int, ...], at: Coordinates, passing: frozenset[str]) -> _Place | None:
+def _back(node: Any, shape: tuple[int, ...], at: Coordinates, passing: frozenset[str]) -> _Elements | None:
     name = name_of(node)
     shapes = [(parent, _shape(parent)) for parent, _ in node.next_functions if parent is not None]
     if name in passing:
         # A bias, or the weights of a norm, are broadcast: the number itself comes from the parent of the same shape.
         same = [parent for parent, below in shapes if below == shape]
         wide = [below for _, below in shapes if below is None or len(below) >= len(shape)]
-        return _Place(same[0], shape, at) if len(same) == 1 and len(wide) == 1 else None
+        return _Elements(same[0], shape, at) if len(same) == 1 and len(wide) == 1 else None
     if len(shapes) != 1 or shapes[0][1] is None:
         return None
     rule = _RULES.get(name)
     moved = None if rule is None else rule(node, shape, shapes[0][1], at)
-    return None if moved is None else _Place(shapes[0][0], shapes[0][1], moved)
+    return None if moved is None else _Elements(shapes[0][0], shapes[0][1], moved)
 
 
 def _shape(node: Any) -> tuple[int, ...] | None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.callbacks.losses.layout import layout_of, moved_along
+from gpt_guard.callbacks.losses.positions import moved_along, positions_of
 
 B, T, C, V = 3, 5, 4, 7
 ROW_BY_ROW = [(b, t) for b in range(B) for t in range(T)]
@@ -24,7 +24,7 @@ def scores(norm: bool = True) -> Tensor:
 
 
 def positions(tensor: Tensor, dim: int = 1) -> list[tuple[int, int]]:
-    layout = layout_of(tensor, dim)
+    layout = positions_of(tensor, dim)
     assert layout is not None
     assert layout.classes == "whole"
     assert layout.features == V
@@ -95,7 +95,7 @@ def test_under_autocast() -> None:
     ],
 )
 def test_where_classes_come_from(move: Move, classes: str) -> None:
-    layout = layout_of(move(scores()), 1)
+    layout = positions_of(move(scores()), 1)
     assert layout is not None
     assert layout.classes == classes
 
@@ -107,10 +107,10 @@ def test_through_a_convolution_over_time() -> None:
 
 
 def test_what_the_graph_does_not_tell_is_not_guessed() -> None:
-    assert layout_of(scores().detach().view(-1, V), 1) is None
-    assert layout_of((scores() + scores()).view(-1, V), 1) is None
-    assert layout_of(scores().cumsum(1).view(-1, V), 1) is None
-    assert layout_of(scores().view(-1, V)[:, :1], 1) is None
+    assert positions_of(scores().detach().view(-1, V), 1) is None
+    assert positions_of((scores() + scores()).view(-1, V), 1) is None
+    assert positions_of(scores().cumsum(1).view(-1, V), 1) is None
+    assert positions_of(scores().view(-1, V)[:, :1], 1) is None
 
 
 @pytest.mark.parametrize(("dim", "move"), [(0, lambda y: y), (1, lambda y: y.transpose(0, 1)), (2, lambda y: y)])
@@ -133,6 +133,6 @@ def test_along_which_dimension_of_a_softmax_the_classes_run(dim: int, move: Move
     ],
 )
 def test_pictures_of_scores(move: Move, classes: str) -> None:
-    layout = layout_of(move(nn.Conv2d(2, V, 3, padding=1)(torch.randn(B, 2, 4, T))), 1)
+    layout = positions_of(move(nn.Conv2d(2, V, 3, padding=1)(torch.randn(B, 2, 4, T))), 1)
     assert layout is not None
     assert (layout.classes, layout.features, layout.shape) == (classes, V, (B, 4 * T))

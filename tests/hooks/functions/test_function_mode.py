@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpt_guard.guardian import Guardian
-from gpt_guard.hooks.functions.functions import FunctionCall, FunctionTap
-from gpt_guard.hooks.functions.opened import OpenedMode
+from gpt_guard.hooks.functions.function_calls import FunctionCall, FunctionCalls
+from gpt_guard.hooks.functions.function_mode import FunctionMode
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def test_compiled_once_and_as_a_whole(part: str) -> None:
 
 def test_it_is_back_after_compiled_code_and_inside_of_what_is_not_compiled() -> None:
     seen: list[FunctionCall] = []
-    tap = FunctionTap()
+    tap = FunctionCalls()
     tap.listen(["softmax"], seen.append)
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]  # torch does not say what it returns
@@ -102,7 +102,7 @@ def test_it_is_back_after_an_error_in_compiled_code() -> None:
     def failing(x: Tensor) -> Tensor:
         raise ValueError("of the user's own")
 
-    mode = FunctionTap()
+    mode = FunctionCalls()
     mode.listen(["softmax"], lambda call: None)
     mode.open()
     try:
@@ -115,11 +115,11 @@ def test_it_is_back_after_an_error_in_compiled_code() -> None:
 
 
 def test_closed_while_aside_it_stays_away() -> None:
-    mode = OpenedMode()
+    mode = FunctionMode()
     mode.open()
-    mode.step_aside()
+    mode.suspend()
     assert not mode.opened
     mode.close()
-    mode.come_back()
+    mode.resume()
     assert not mode.opened
     assert torch._C._len_torch_function_stack() == 0

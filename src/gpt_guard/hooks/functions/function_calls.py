@@ -19,14 +19,14 @@ from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from gpt_guard.hooks.frames import running_module, user_line
-from gpt_guard.hooks.functions.opened import OpenedMode
+from gpt_guard.hooks.functions.function_mode import FunctionMode
 from gpt_guard.records import SourceLine
 
 _SOFTMAX = ("input", "dim")
 _MASK = ("input", "mask", "value")
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
-# What is told of, by the spellings of each kind. Names of arguments stand where a builtin has no signature.
+# What is seen, by the spellings of each kind. Names of arguments stand where a builtin has no signature.
 _KINDS: dict[str, tuple[tuple[Any, str, tuple[str, ...]], ...]] = {
     "softmax": ((torch, "softmax", _SOFTMAX), (Tensor, "softmax", _SOFTMAX), (F, "softmax", ())),
     "log_softmax": ((torch, "log_softmax", _SOFTMAX), (Tensor, "log_softmax", _SOFTMAX), (F, "log_softmax", ())),
@@ -113,7 +113,7 @@ class FunctionCall:
     Lives for the length of a listener's call; what a listener keeps of it, it keeps as numbers or weak references.
     """
 
-    __slots__ = ("_args", "_kwargs", "_names", "function", "kind", "result")
+    __slots__ = ("_args", "_kwargs", "_names", "function", "kind", "noted", "result")
 
     def __init__(
         self, kind: str, function: Any, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -121,6 +121,8 @@ class FunctionCall:
         self.kind = kind
         self.function = function
         self.result: Any = None
+        # Whether `CallRecord` has it.
+        self.noted = False
         self._names = names
         self._args = args
         self._kwargs = kwargs
@@ -133,13 +135,8 @@ class FunctionCall:
         return self._args[place] if place < len(self._args) else default
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        """All arguments that were given, by name."""
-        return dict(zip(self._names, self._args, strict=False)) | self._kwargs
-
-    @property
     def line(self) -> SourceLine | None:
-        """The user's line that made the call; walks the stack, so it is asked only for what is told."""
+        """The user's line that made the call; walks the stack, so it is asked only for what is reported."""
         return user_line()
 
     @property
@@ -156,11 +153,11 @@ class FunctionCall:
 Listener = Callable[[FunctionCall], None]
 
 
-class FunctionTap(OpenedMode):
-    """Tells listeners about the calls they asked for, while it is open.
+class FunctionCalls(FunctionMode):
+    """Hands the calls that they asked for to listeners, while it is open.
 
-    Calls inside of another call that is told of (`softmax` inside of `F.multi_head_attention_forward`), of tensor
-    subclasses, of torch.func transforms and of code being compiled are not told: `muted` keeps everything quiet while
+    Calls inside of another one that is seen (`softmax` inside of `F.multi_head_attention_forward`), of tensor
+    subclasses, of torch.func transforms and of code being compiled are not seen. `muted` keeps everything quiet while
     gpt_guard itself calls the model.
     """
 
@@ -207,9 +204,9 @@ class FunctionTap(OpenedMode):
         if known is None or not self._sees(known[0], types):
             return func(*args, **kwargs)
         call = FunctionCall(known[0], func, known[1], args, kwargs)
-        self._tell(self._before, call)
+        self._hand_on(self._before, call)
         call.result = func(*args, **kwargs)
-        self._tell(self._after, call)
+        self._hand_on(self._after, call)
         return call.result
 
     def _sees(self, kind: str, types: Iterable[type]) -> bool:
@@ -222,7 +219,7 @@ class FunctionTap(OpenedMode):
             and peek_interpreter_stack() is None
         )
 
-    def _tell(self, listeners: dict[str, list[Listener]], call: FunctionCall) -> None:
+    def _hand_on(self, listeners: dict[str, list[Listener]], call: FunctionCall) -> None:
         for listener in listeners.get(call.kind, ()):
             # Values may be looked at; nothing of it becomes part of the user's graph.
             with torch.no_grad():

@@ -3,42 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpt_guard.callbacks.base import Guard
-from gpt_guard.callbacks.losses.loss_calls import (
-    LOSSES,
-    SQUASHES,
-    ClassIds,
-    Place,
-    Seen,
-    Told,
-    class_ids,
-    readable,
-    reduction_of,
+from gpt_guard.callbacks.call_issue import CallIssue
+from gpt_guard.callbacks.losses.calls import LOSSES, ClassIds, class_ids, readable
+from gpt_guard.callbacks.losses.pairing import Pairing, grids, is_causal, other_order, pairing, positions, shifted
+from gpt_guard.callbacks.losses.reduction import ReducedLoss, first_loss, judge_reduction, reduced
+from gpt_guard.callbacks.losses.scores import judge_scores, judge_softmax
+from gpt_guard.callbacks.losses.targets import (
+    TargetCount,
+    hardly_any,
+    judge_targets,
+    none_counts,
+    outer_difference,
+    padding_counts,
 )
-from gpt_guard.callbacks.losses.loss_causal import is_causal
-from gpt_guard.callbacks.losses.loss_labels import Count, hardly_any, none_counts, padding_counts
-from gpt_guard.callbacks.losses.loss_pairing import Pairing, grids, other_order, pairing, shifted
-from gpt_guard.callbacks.losses.loss_reduction import Reduced, first_loss, judge_reduction, reduced
-from gpt_guard.callbacks.losses.loss_scores import implicit_dim, judge_scores, squashed_twice
-from gpt_guard.callbacks.losses.loss_targets import judge_targets, outer_difference
-from gpt_guard.callbacks.losses.loss_terms import Origin, may_be_walked, terms_of
-from gpt_guard.callbacks.losses.loss_weighing import Weighed, drowned, weigh
+from gpt_guard.callbacks.losses.terms import LossCall, LossTerm, drowned, may_be_walked, terms_of, weigh
 from gpt_guard.callbacks.settings import check_types
-from gpt_guard.catalogue import finding
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.autograd_graph.origin import sequence_of
 from gpt_guard.hooks.frames import user_line
-from gpt_guard.hooks.functions.functions import FunctionCall
+from gpt_guard.hooks.functions.call_record import NOTED, CallPlace
+from gpt_guard.hooks.functions.function_calls import FunctionCall
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Observation
-
-_COMPARES = (*(kind for kind in LOSSES if kind != "kl_div"),)
 
 
 class LossInputs(Guard):
@@ -65,35 +58,30 @@ class LossInputs(Guard):
         self._clear()
 
     def _clear(self) -> None:
-        self._paths: dict[int, str] = {}
-        self._counts: dict[str, tuple[Place, Count]] = {}
-        self._weighed: list[dict[str, Weighed]] = []
+        self._counts: dict[str, tuple[CallPlace, TargetCount]] = {}
+        self._weighed: list[dict[str, LossTerm]] = []
         self._shared = self._step = 0
         self._blind: set[str] = set()
         self._calls = self._backwards = 0
-        self._seen = Seen()
-        self._step_over()
+        self._clear_step()
 
-    def _step_over(self) -> None:
+    def _clear_step(self) -> None:
         """What belongs to the step that is over holds its tensors: let go."""
-        self._seen.clear()
-        self._reduced: list[tuple[Place, Reduced]] = []
-        self._shifts: list[tuple[Place, Pairing]] = []
-        self._origins: dict[int, Origin] = {}
-        self._places: dict[int, Place] = {}
+        self._reduced: list[tuple[CallPlace, ReducedLoss]] = []
+        self._shifts: list[tuple[CallPlace, Pairing]] = []
+        self._losses: dict[int, LossCall] = {}
 
     def attach(self, watch: Watch) -> None:
         """Ask for the calls of the inspected steps."""
         super().attach(watch)
         self._clear()
-        self._paths = self._seen.paths = {id(module): path for path, module in watch.model.named_modules()}
         inspection = watch.inspection
+        # What an evaluation has shown before is of no loss of these steps.
+        inspection.on_begin(watch.calls.clear)
         inspection.on_end(self._ended)
         inspection.functions.listen(LOSSES, self._before, before=True)
         inspection.functions.listen(LOSSES, self._after)
-        inspection.functions.listen(
-            (*SQUASHES, "logsumexp", "embedding", "reshape", "attention", "masked_fill", "gradient_hook"), self._other
-        )
+        inspection.functions.listen((*NOTED, "logsumexp"), self._other)
 
     def detach(self) -> None:
         super().detach()
@@ -102,26 +90,24 @@ class LossInputs(Guard):
     # Calls.
 
     def _other(self, call: FunctionCall) -> None:
-        if not self.watch.inspection.active:
-            return
-        squash = call.kind in SQUASHES
-        if (told := (implicit_dim(call) if squash else None) or squashed_twice(call, self._seen)) is not None:
-            self._tell(Place(call, self._paths), told)
-        self._seen.note(call)
+        if self.watch.inspection.active:
+            if (issue := judge_softmax(call, self.watch.calls)) is not None:
+                self._submit(self.watch.calls.place(call), issue)
+            self.watch.calls.note(call)
 
     def _before(self, call: FunctionCall) -> None:
-        scores = call.get("input")
+        scores, record = call.get("input"), self.watch.calls
         if not self.watch.inspection.active or not isinstance(scores, Tensor) or not readable(call):
             return
         self._calls += 1
-        # What is judged when the last of these steps is over is said under its own number.
+        # What is judged when the last of these steps is over gets its number.
         self._step = self.watch.step
-        place = Place(call, self._paths)
+        place = record.place(call)
         if scores.requires_grad:
-            self._tell_all(place, judge_scores(call, self._seen))
-        self._tell_all(place, judge_targets(call))
-        if (known := class_ids(call)) is not None and scores.requires_grad:
-            self._tell_all(place, none_counts(known, reduction_of(call), self._seen))
+            self._submit(place, *judge_scores(call, record))
+        self._submit(place, *judge_targets(call))
+        if scores.requires_grad:
+            self._submit(place, *none_counts(call, record))
 
     def _after(self, call: FunctionCall) -> None:
         result = call.result
@@ -130,30 +116,28 @@ class LossInputs(Guard):
         number = sequence_of(result)
         if number is None:
             return
-        place = Place(call, self._paths)
-        self._origins[number] = Origin(call.name, place.line, call.kind in _COMPARES)
+        place = self.watch.calls.place(call)
+        self._losses[number] = LossCall(call.name, place.line, call.kind != "kl_div")
         if (known := class_ids(call)) is None or known.scores.dim() < 2:
             return
-        self._supervised(place, known)
-        self._paired(place, known)
+        _, count = self._counts.setdefault(place.key, (place, TargetCount()))
+        count.add(known, self.watch.calls.flattened_from(known.targets))
+        self._pair(place, known)
         if (found := reduced(call, known)) is not None:
             self._reduced.append((place, found))
         if self.watch.step == 0:
-            self._tell_all(place, first_loss(call, known))
+            self._submit(place, *first_loss(call, known))
 
-    def _supervised(self, place: Place, known: ClassIds) -> None:
-        _, count = self._counts.setdefault(place.key, (place, Count()))
-        count.add(known, self._seen.shape_of(known.targets))
-
-    def _paired(self, place: Place, known: ClassIds) -> None:
-        laid = grids(known, self._seen)
+    def _pair(self, place: CallPlace, known: ClassIds) -> None:
+        record, where = self.watch.calls, positions(known)
+        laid = grids(known, where, record)
         for grid in laid:
-            self._tell_all(place, padding_counts(grid, self._seen, self.watch.tap.inputs))
+            self._submit(place, *padding_counts(grid, record, self.watch.tap.inputs))
         pair = pairing(laid)
         if pair is not None:
             self._shifts.append((place, pair))
-        elif (told := other_order(known, self._seen)) is not None:
-            self._tell(place, told)
+        elif (issue := other_order(known, where, record)) is not None:
+            self._submit(place, issue)
 
     # Moments.
 
@@ -165,20 +149,20 @@ class LossInputs(Guard):
         self._backwards += 1
         begun = time.perf_counter()
         for place, each in self._reduced:
-            self._tell_all(place, judge_reduction(each, float(loss.detach())))
-        if (told := outer_difference(loss)) is not None:
+            self._submit(place, *judge_reduction(each, float(loss.detach())))
+        if (issue := outer_difference(loss)) is not None:
             # The line that calls backward(): the graph does not know where the difference was taken.
-            self._tell(None, told._replace(line=user_line()))
+            self._submit(CallPlace(user_line(), None, None), issue)
         if self._above and self.watch.micro_batch == 0 and not self.watch.closure:
             self._weigh(loss)
         inspection.spent += time.perf_counter() - begun
 
     def _weigh(self, loss: Tensor) -> None:
         parameters = [each for each in self.watch.parameters.values() if each.requires_grad]
-        terms = terms_of(loss, self._origins)
+        terms = terms_of(loss, self._losses)
         if not parameters or len(terms) < 2 or not any(term.data for term in terms):
             return
-        hooked = self._seen.hooked or any(each._backward_hooks for each in parameters)
+        hooked = self.watch.calls.hooked or any(each._backward_hooks for each in parameters)
         if hooked or not may_be_walked(loss):
             # They would run once more, and show it.
             self._blind.add(
@@ -205,9 +189,10 @@ class LossInputs(Guard):
             place, pair = shifts[0]
             causal, recurrent = is_causal(self.watch, pair.ids), self._one_way()
             # A model that returns no scores tells by its masks, and by being recurrent one way.
-            sure = True if causal is None and (recurrent or self._seen.causal) else causal
-            self._tell(place, shifted(pair, causal=sure, recurrent=recurrent))
-        self._step_over()
+            sure = True if causal is None and (recurrent or self.watch.calls.causal) else causal
+            self._submit(place, shifted(pair, causal=sure, recurrent=recurrent))
+        self._clear_step()
+        self.watch.calls.clear()
 
     def _one_way(self) -> bool:
         recurrent = [each for each in self.watch.model.modules() if isinstance(each, nn.RNNBase)]
@@ -220,11 +205,12 @@ class LossInputs(Guard):
     def _ended(self) -> None:
         """Judge what takes all inspected steps together."""
         for place, count in self._counts.values():
-            self._tell_all(place, hardly_any(count))
+            self._submit(place, *hardly_any(count))
         self._counts.clear()
-        self._tell_all(None, drowned(self._weighed, self._shared, self._above))
+        self._submit(None, *drowned(self._weighed, self._shared, self._above))
         self._weighed.clear()
-        self._step_over()
+        self._clear_step()
+        self.watch.calls.clear()
 
     def blind_spots(self) -> Iterable[str]:
         """A loss written out by hand, and added losses that could not be compared."""
@@ -232,28 +218,6 @@ class LossInputs(Guard):
             yield "a loss written by hand: none of torch's losses was called in the inspected steps"
         yield from sorted(self._blind)
 
-    def _tell_all(self, place: Place | None, told: Iterator[Told]) -> None:
-        for each in told:
-            self._tell(place, each)
-
-    def _tell(self, place: Place | None, told: Told) -> None:
-        watch = self.watch
-        extra: dict[str, Any] = {} if told.severity is None else {"severity": told.severity}
-        if place is not None:
-            extra |= {"where": place.line, "module": place.module, "module_class": place.module_class}
-            extra["cause_id"] = place.key
-        if told.line is not None:
-            extra |= {"where": told.line, "cause_id": f"{told.line.file}:{told.line.line}"}
-        if told.module is not None:
-            extra |= {"module": told.module[0], "module_class": told.module[1]}
-        watch.submit(
-            finding(
-                told.code,
-                told.seen,
-                likely=told.likely,
-                step=self._step,
-                evidence=told.evidence or {},
-                guard=self.name,
-                **extra,
-            )
-        )
+    def _submit(self, place: CallPlace | None, *issues: CallIssue) -> None:
+        for issue in issues:
+            self.watch.submit(issue.finding(place, step=self._step, guard=self.name))

@@ -1,24 +1,30 @@
-"""A function mode that is opened below what is open already, and steps aside for compiled code."""
+"""A function mode that is opened below what is open already, and is suspended while compiled code runs.
+
+Dynamo traces whatever mode is open into the code that it compiles, cannot trace some calls below one (an error where
+`fullgraph=True`), and compiles everything anew once the mode is gone.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from threading import get_ident
+from typing import Any
 
 import torch
+from torch._guards import CompileContext
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
-from gpt_guard.hooks.functions.compiled_calls import compiled_calls
 from gpt_guard.hooks.patches import Patch
 
 
-class OpenedMode(TorchFunctionMode):
+class FunctionMode(TorchFunctionMode):
     """A mode without `with`: `open` and `close` may come in any order with those of other modes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.opened = False
-        self._aside = False
+        self._suspended = False
         self._thread = 0
         self._compiled: Patch | None = None
 
@@ -27,9 +33,9 @@ class OpenedMode(TorchFunctionMode):
 
         Goes below the modes that are open already: whoever leaves one of those takes away the top of the stack.
         """
-        if self.opened or self._aside:
+        if self.opened or self._suspended:
             return
-        self._thread, self._compiled = get_ident(), compiled_calls()
+        self._thread, self._compiled = get_ident(), _compiled_calls()
         if self._compiled is not None:
             self._compiled.add(self)
         self._enter()
@@ -38,19 +44,19 @@ class OpenedMode(TorchFunctionMode):
         """Stop to see calls, also from below modes that were entered later and are still open."""
         if self._compiled is not None:
             self._compiled.remove(self)
-        self._compiled, self._aside = None, False
+        self._compiled, self._suspended = None, False
         self._leave()
 
-    def step_aside(self) -> None:
+    def suspend(self) -> None:
         """Compiled code is about to run: let it find the modes that it finds without a Guardian."""
         if self.opened and self._thread == get_ident():
             self._leave()
-            self._aside = True
+            self._suspended = True
 
-    def come_back(self) -> None:
-        """It has ended."""
-        if self._aside and self._thread == get_ident():
-            self._aside = False
+    def resume(self) -> None:
+        """What follows runs as it is written."""
+        if self._suspended and self._thread == get_ident():
+            self._suspended = False
             self._enter()
 
     def _enter(self) -> None:
@@ -74,3 +80,29 @@ def _take_all() -> list[TorchFunctionMode]:
 def _put_all(modes: Iterable[TorchFunctionMode]) -> None:
     for mode in modes:
         _push_mode(mode)
+
+
+_PATCHES: dict[int, Patch] = {}
+
+
+def _compiled_calls() -> Patch | None:
+    """Where a mode is told of compiled code; None as long as nothing in this process can have been compiled."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is None or not hasattr(frames, "_maybe_set_eval_frame"):
+        return None
+    return _PATCHES.setdefault(id(frames), Patch(frames, "_maybe_set_eval_frame", _around_compiled))
+
+
+def _around_compiled(original: Any, modes: tuple[FunctionMode, ...], callback: Any) -> Any:
+    # Called with Dynamo switched off, before it is switched on for a call and to put back what was there before. While
+    # it compiles, it does the same for parts of its own: they are to find what the compiled code will find.
+    if callback is not None:
+        for mode in modes:
+            mode.suspend()
+        return original(callback)
+    compiling = CompileContext.current_compile_id() is not None
+    result = original(callback)
+    if not compiling:
+        for mode in modes:
+            mode.resume()
+    return result

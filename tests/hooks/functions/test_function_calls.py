@@ -11,14 +11,14 @@ from torch.nn import functional as F
 from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
-from gpt_guard.hooks.functions.functions import KINDS, FunctionCall, FunctionTap
+from gpt_guard.hooks.functions.function_calls import KINDS, FunctionCall, FunctionCalls
 
 
 class Tapped:
     """A tap with a list of what it was told."""
 
     def __init__(self) -> None:
-        self.tap = FunctionTap()
+        self.tap = FunctionCalls()
         self.kinds: list[str] = []
         self.tap.listen(KINDS, self.note)
 
@@ -70,7 +70,7 @@ def test_every_spelling_of_softmax_is_seen(tapped: Tapped, call: object) -> None
 
 def test_arguments_have_their_names_however_they_were_given() -> None:
     seen: list[tuple[object, object, object]] = []
-    tap = FunctionTap()
+    tap = FunctionCalls()
     tap.listen(["softmax", "attention"], lambda call: seen.append((call.get("dim"), call.get("is_causal"), call.name)))
     tap.open()
     LOGITS.softmax(1)
@@ -83,7 +83,7 @@ def test_arguments_have_their_names_however_they_were_given() -> None:
 
 def test_a_listener_before_the_call_runs_where_the_call_fails() -> None:
     told: list[int] = []
-    tap = FunctionTap()
+    tap = FunctionCalls()
     tap.listen(["embedding"], lambda call: told.append(int(call.get("input").max())), before=True)
     tap.open()
     with pytest.raises(IndexError):
@@ -94,7 +94,7 @@ def test_a_listener_before_the_call_runs_where_the_call_fails() -> None:
 
 def test_an_unknown_kind_is_an_error() -> None:
     with pytest.raises(KeyError, match="no kind of call named 'soft_max'"):
-        FunctionTap().listen(["soft_max"], print)
+        FunctionCalls().listen(["soft_max"], print)
 
 
 class Counting(TorchFunctionMode):

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpt_guard.blackbox.again import replay
-    from gpt_guard.callbacks.attention.attention_calls import AttentionCalls
-    from gpt_guard.callbacks.attention.index_calls import IndexCalls
+    from gpt_guard.callbacks.attention.guard import AttentionCalls
+    from gpt_guard.callbacks.attention.embedding import IndexCalls
     from gpt_guard.callbacks.base import Guard
     from gpt_guard.callbacks.checkpointing.fingerprint import CheckpointFingerprint
-    from gpt_guard.callbacks.data.data_watch import DataWatch
+    from gpt_guard.callbacks.data.guard import DataWatch
     from gpt_guard.callbacks.distributed.replicas import ReplicaSync
     from gpt_guard.callbacks.finite.guard import FiniteGuard
     from gpt_guard.callbacks.gradients.grad_norm import GradNormMonitor
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Action": "records",
-    "AttentionCalls": "callbacks.attention.attention_calls",
+    "AttentionCalls": "callbacks.attention.guard",
     "AutocastUse": "callbacks.precision.autocast",
     "BlindError": "errors",
     "Change": "report.compare",
@@ -86,7 +86,7 @@ _HOME = {
     "CheckpointFingerprint": "callbacks.checkpointing.fingerprint",
     "ConsoleSink": "sinks.console",
     "DataError": "errors",
-    "DataWatch": "callbacks.data.data_watch",
+    "DataWatch": "callbacks.data.guard",
     "EvalModeAssert": "callbacks.modes.eval_mode",
     "Finding": "records",
     "Fingerprint": "checkpoint.fingerprint",
@@ -99,7 +99,7 @@ _HOME = {
     "GuardError": "errors",
     "GuardUsageError": "errors",
     "Guardian": "guardian",
-    "IndexCalls": "callbacks.attention.index_calls",
+    "IndexCalls": "callbacks.attention.embedding",
     "JsonlSink": "sinks.files",
     "LRTracker": "callbacks.schedule.lr",
     "LoadedCheckpoint": "checkpoint",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpt_guard.callbacks.attention.attention_calls import AttentionCalls
-from gpt_guard.callbacks.attention.index_calls import IndexCalls
+from gpt_guard.callbacks.attention.embedding import IndexCalls
+from gpt_guard.callbacks.attention.guard import AttentionCalls
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.checkpointing.fingerprint import CheckpointFingerprint
 from gpt_guard.callbacks.data.data_watch import DataWatch

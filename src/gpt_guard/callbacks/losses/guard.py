@@ -68,7 +68,7 @@ class LossInputs(Guard):
     def _clear_step(self) -> None:
         """What belongs to the step that is over holds its tensors: let go."""
         self._reduced: list[tuple[CallPlace, ReducedLoss]] = []
-        self._shifts: list[tuple[CallPlace, Pairing]] = []
+        self._shifts: list[tuple[CallPlace, Pairing, bool]] = []
         self._losses: dict[int, LossCall] = {}
 
     def attach(self, watch: Watch) -> None:
@@ -135,7 +135,7 @@ class LossInputs(Guard):
             self._submit(place, *padding_counts(grid, record, self.watch.tap.inputs))
         pair = pairing(laid)
         if pair is not None:
-            self._shifts.append((place, pair))
+            self._shifts.append((place, pair, record.causal))
         elif (issue := other_order(known, where, record)) is not None:
             self._submit(place, issue)
 
@@ -185,11 +185,11 @@ class LossInputs(Guard):
         if not self.watch.inspection.active:
             return
         shifts = self._shifts
-        if shifts and not any(pair.shift == 1 for _, pair in shifts):
-            place, pair = shifts[0]
+        if shifts and not any(pair.shift == 1 for _, pair, _ in shifts):
+            place, pair, masked = shifts[0]
             causal, recurrent = is_causal(self.watch, pair.ids), self._one_way()
             # A model that returns no scores tells by its masks, and by being recurrent one way.
-            sure = True if causal is None and (recurrent or self.watch.calls.causal) else causal
+            sure = True if causal is None and (recurrent or masked) else causal
             self._submit(place, shifted(pair, causal=sure, recurrent=recurrent))
         self._clear_step()
         self.watch.calls.clear()

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gpt_guard.callbacks.attention.attention_masks import HIDDEN
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.modes.eval_dropout import active_dropout, dropout_in_eval
 from gpt_guard.callbacks.probes.probe_ask import Asker, OutOfBudget
@@ -21,6 +20,7 @@ from gpt_guard.callbacks.probes.probe_repeat import Repeated, kept_sizes
 from gpt_guard.callbacks.probes.probe_rows import recurrent_findings, row_findings
 from gpt_guard.callbacks.settings import check_types, patterns
 from gpt_guard.errors import GuardUsageError
+from gpt_guard.hooks.functions.call_record import HIDDEN
 from gpt_guard.hooks.functions.function_calls import FunctionCall
 from gpt_guard.hooks.isolation.rerun import marks, not_repeatable, odd
 from gpt_guard.hooks.watch import Watch

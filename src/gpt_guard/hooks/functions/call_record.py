@@ -78,7 +78,7 @@ class CallRecord:
 
     def __init__(self, model: nn.Module, forward: Callable[[], object]) -> None:
         self._model = model
-        self._forward = forward
+        self.forward = forward
         self.clear()
 
     def clear(self) -> None:
@@ -104,7 +104,7 @@ class CallRecord:
 
     def embedded_now(self) -> list[EmbeddedIds]:
         """The ids of the forward that is running, or was the last."""
-        now = self._forward()
+        now = self.forward()
         return [each for each in self.embedded if each.forward == now]
 
     def flattened_from(self, targets: Tensor) -> tuple[int, int] | None:
@@ -138,7 +138,7 @@ class CallRecord:
         table, padding = call.get("weight"), call.get("padding_idx")
         if type(ids) is Tensor and ids.dim() == 2 and ids.numel() and isinstance(table, Tensor):
             declared = padding if isinstance(padding, int) and padding >= 0 else None
-            self.embedded.append(EmbeddedIds(ids.detach(), declared, table.size(-1), self._forward()))
+            self.embedded.append(EmbeddedIds(ids.detach(), declared, table.size(-1), self.forward()))
 
 
 def hides_later(mask: Any, *, hidden: bool = False) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from gpt_guard.callbacks.attention.masks import padding_inside
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.settings import check_types
 from gpt_guard.catalogue import finding
@@ -27,7 +28,7 @@ class IndexCalls(Guard):
     Ids that are the same consecutive numbers in each row are positions, and a table that is too short for them has
     causes of its own.
 
-    - `padding_share`: share of an input `[B, T]` from which `padding_idx` between real tokens is told: 1 %, since
+    - `padding_share`: share of an input `[B, T]` from which `padding_idx` between real tokens is reported: 1 %, since
       padding stands at an end of a row, and less changes no loss that anyone would look at.
     """
 
@@ -43,7 +44,7 @@ class IndexCalls(Guard):
         watch.inspection.functions.listen(("embedding",), self._look_up, before=True)
 
     def judge(self, seen: Observation) -> Iterable[Finding]:
-        """Everything is told at the call."""
+        """Everything is reported at the call."""
         return ()
 
     def _look_up(self, call: FunctionCall) -> None:
@@ -57,9 +58,9 @@ class IndexCalls(Guard):
             self._padding_used(call, ids)
 
     def _missing(self, call: FunctionCall, ids: Tensor, low: int, high: int, rows: int) -> Finding:
-        path, module = self._caller(call)
+        place, path = self._place(call)
         bad = (ids < 0) | (ids >= rows)
-        first = tuple(int(place) for place in bad.nonzero()[0])
+        first = tuple(int(each) for each in bad.nonzero()[0])
         count = int(bad.sum())
         positions = _consecutive(ids) or any(name in path.rpartition(".")[2].lower() for name in _POSITION_NAMES)
         what = "position" if positions else "id"
@@ -72,45 +73,34 @@ class IndexCalls(Guard):
             "GG695" if positions else "GG631",
             seen,
             likely=_likely_positions(low, high, ids, rows) if positions else _likely_ids(low, high, ids[bad], rows),
-            step=self.watch.step,
-            moment=Moment.FORWARD,
             evaluation=self.watch.evaluation,
-            module=path,
-            module_class=type(module).__name__ if module is not None else None,
-            where=call.line,
-            guard=self.name,
             evidence={"smallest": low, "largest": high, "rows": rows, "count": count, "first": list(first)},
+            **place,
         )
 
     def _padding_used(self, call: FunctionCall, ids: Tensor) -> None:
         padding = call.get("padding_idx")
         if not isinstance(padding, int) or padding < 0:
             return
-        real = ids != padding
-        between = ~real & (real.cumsum(1) > 0) & (real.flip(1).cumsum(1).flip(1) > 0)
-        share = float(between.float().mean())
+        share = float(padding_inside(ids, padding).float().mean())
         if share < self._padding_share:
             return
-        path, module = self._caller(call)
+        place, path = self._place(call)
         self.watch.submit(
             finding(
                 "GG696",
                 f"{number(100 * share)} % of the ids that enter the embedding {f'`{path}` ' if path else ''}are "
                 f"padding_idx={padding} with real tokens on both sides: its row gets no gradient.",
-                step=self.watch.step,
-                moment=Moment.FORWARD,
-                module=path,
-                module_class=type(module).__name__ if module is not None else None,
-                where=call.line,
-                guard=self.name,
                 evidence={"share": share, "padding_idx": padding},
+                **place,
             )
         )
 
-    def _caller(self, call: FunctionCall) -> tuple[str, nn.Module | None]:
-        module = call.module
-        paths = (path for path, each in self.watch.model.named_modules() if each is module)
-        return next(paths, ""), module
+    def _place(self, call: FunctionCall) -> tuple[dict[str, Any], str]:
+        """What a finding says of where and when, and the path of the embedding."""
+        place = self.watch.calls.place(call)
+        known = {"step": self.watch.step, "moment": Moment.FORWARD, "guard": self.name, **place.fields}
+        return known, place.module or ""
 
 
 def _readable(ids: object) -> bool:

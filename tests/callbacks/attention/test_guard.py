@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpt_guard.callbacks.attention.attention_calls import AttentionCalls
+from gpt_guard.callbacks.attention.guard import AttentionCalls
 from gpt_guard.guardian import Guardian
 from gpt_guard.records import Finding, Severity
 

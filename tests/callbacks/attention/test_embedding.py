@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.callbacks.attention.index_calls import IndexCalls
+from gpt_guard.callbacks.attention.embedding import IndexCalls
 from gpt_guard.errors import DataError, GuardUsageError
 from gpt_guard.guardian import Guardian
 from gpt_guard.records import Finding

@@ -10,7 +10,7 @@ import torch
 from gpt_guard import Guardian
 from gpt_guard.callbacks.attention.embedding import IndexCalls
 from gpt_guard.callbacks.attention.guard import AttentionCalls
-from gpt_guard.callbacks.data.data_watch import DataWatch
+from gpt_guard.callbacks.data.guard import DataWatch
 from gpt_guard.callbacks.defaults import default_guards
 from gpt_guard.callbacks.modes.eval_mode import EvalModeAssert
 from gpt_guard.callbacks.probes.model_probe import ModelProbe

@@ -8,7 +8,7 @@ from gpt_guard.callbacks.attention.embedding import IndexCalls
 from gpt_guard.callbacks.attention.guard import AttentionCalls
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.checkpointing.fingerprint import CheckpointFingerprint
-from gpt_guard.callbacks.data.data_watch import DataWatch
+from gpt_guard.callbacks.data.guard import DataWatch
 from gpt_guard.callbacks.finite.guard import FiniteGuard
 from gpt_guard.callbacks.gradients.grad_norm import GradNormMonitor
 from gpt_guard.callbacks.logged.logged_loss import LoggedLoss

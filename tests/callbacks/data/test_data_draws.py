@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpt_guard.callbacks.data.data_draws import Draws
-from gpt_guard.callbacks.data.data_watch import DataWatch
+from gpt_guard.callbacks.data.guard import DataWatch
+from gpt_guard.callbacks.data.loaders import Draws
 from gpt_guard.guardian import Guardian
 from gpt_guard.records import Severity
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gpt_guard.callbacks.data.inputs import is_plain
+from gpt_guard.callbacks.data.batches import is_plain
 from gpt_guard.hooks.functions.function_calls import FunctionCall
 
 CLASS_LOSSES = ("cross_entropy", "nll_loss")

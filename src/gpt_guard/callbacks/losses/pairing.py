@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpt_guard.callbacks.call_issue import CallIssue
-from gpt_guard.callbacks.data.inputs import InputNames
+from gpt_guard.callbacks.data.batches import InputNames
 from gpt_guard.callbacks.losses.calls import ClassIds
 from gpt_guard.callbacks.losses.positions import ScorePositions, positions_of
 from gpt_guard.hooks.functions.call_record import CallRecord

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.callbacks.data.inputs import InputNames
+from gpt_guard.callbacks.data.batches import InputNames
 
 
 class Model(nn.Module):

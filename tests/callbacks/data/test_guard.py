@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from gpt_guard.callbacks.data.data_watch import DataWatch
+from gpt_guard.callbacks.data.guard import DataWatch
 from gpt_guard.callbacks.data.loaders import LOADERS
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.guardian import Guardian

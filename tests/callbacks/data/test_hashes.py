@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_guard.callbacks.data.row_hashes import SameMemory, constant, folded, row_hashes
+from gpt_guard.callbacks.data.hashes import SameMemory, constant, folded, row_hashes
 
 KINDS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 

@@ -9,21 +9,19 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from gpt_guard.callbacks.base import Guard
-from gpt_guard.callbacks.data import data_words as words
-from gpt_guard.callbacks.data.data_draws import Draws
-from gpt_guard.callbacks.data.data_log import DataLog
-from gpt_guard.callbacks.data.data_overlap import TrainedRows
-from gpt_guard.callbacks.data.data_same import (
-    Repeated,
+from gpt_guard.callbacks.data import findings
+from gpt_guard.callbacks.data.batches import BatchLog, MeasuredBatch
+from gpt_guard.callbacks.data.judge import (
+    BatchShape,
+    RepeatedBatch,
+    TrainedRows,
     from_fresh_iterators,
     from_workers,
     one_sided,
     repeated,
     whole_loader,
 )
-from gpt_guard.callbacks.data.data_seen import Forward
-from gpt_guard.callbacks.data.data_shape import BatchShape
-from gpt_guard.callbacks.data.loaders import LoaderLog, LoaderUse, loaders_of
+from gpt_guard.callbacks.data.loaders import Draws, LoaderLog, LoaderUse, loaders_of
 from gpt_guard.callbacks.settings import check_types
 from gpt_guard.hooks.functions.function_calls import FunctionCall
 from gpt_guard.hooks.tensors import walk
@@ -52,9 +50,6 @@ class DataWatch(Guard):
       needs the same data in each step.
     """
 
-    # A batch of another form has every step measured in full.
-    light: ClassVar[frozenset[str]] = frozenset()
-    late = True
     judged_at: ClassVar[frozenset[Moment]] = frozenset({Moment.BEFORE_STEP, Moment.FORWARD})
 
     def __init__(self, *, overfit: bool = False, repeats: int = 20) -> None:
@@ -65,10 +60,10 @@ class DataWatch(Guard):
         self._clear()
 
     def _clear(self) -> None:
-        self._log: DataLog | None = None
+        self._log: BatchLog | None = None
         self._shape = BatchShape()
         self._rows = TrainedRows()
-        self._groups: list[list[Forward]] = []
+        self._groups: list[list[MeasuredBatch]] = []
         self._open = False
         self._settled = False
         self._evaluated = False
@@ -78,16 +73,16 @@ class DataWatch(Guard):
     def attach(self, watch: Watch) -> None:
         super().attach(watch)
         self._clear()
-        self._log = DataLog(watch, self._loaders)
+        self._log = BatchLog(watch, self._loaders)
         self._loaders.open()
-        watch.full_forwards.append(self._forward_begins)
+        watch.forward_begins.append(self._forward_begins)
         watch.inspection.on_begin(self._begin)
         watch.inspection.functions.listen(_LOSSES, self._loss_called)
         watch.inspection.functions.listen(("draw",), self._drawn)
 
     def detach(self) -> None:
-        if self._watch is not None and self._forward_begins in self._watch.full_forwards:
-            self._watch.full_forwards.remove(self._forward_begins)
+        if self._watch is not None and self._forward_begins in self._watch.forward_begins:
+            self._watch.forward_begins.remove(self._forward_begins)
         self._loaders.close()
         self._clear()
         super().detach()
@@ -102,8 +97,8 @@ class DataWatch(Guard):
     def _forward_begins(self) -> None:
         watch = self.watch
         if watch.evaluation:
-            if len(self._rows) and not self._rows.full and (watch.evaluating or not watch.model.training):
-                assert self._log is not None
+            meant = watch.evaluating or not watch.model.training
+            if meant and self._log is not None and len(self._rows) and not self._rows.full:
                 self._log.forward(evaluation=True)
                 self._evaluated = True
             return
@@ -111,10 +106,9 @@ class DataWatch(Guard):
             self._end_evaluation()
         self._draws.forward_begins()
         if self._open and self._log is not None:
-            watch.pace.doubt(2)
             self._log.forward(evaluation=False)
         args, kwargs = watch.tap.inputs or ((), {})
-        first = args[0] if args else next(iter(kwargs.values()), None)
+        first = next(iter((*args, *kwargs.values())), None)
         if type(first) is Tensor:
             self._shape.forward(tuple(first.shape))
 
@@ -124,17 +118,17 @@ class DataWatch(Guard):
             self._log.target(target)
 
     def _drawn(self, call: FunctionCall) -> None:
-        if not self.watch.evaluation:
-            self._draws.called(call)
+        """Whole numbers are drawn, which may be places in the data."""
+        self._draws.seen = self._draws.seen or not self.watch.evaluation
 
     def after_backward(self) -> None:
         if (change := self._shape.backward()) is not None:
-            self._tell(words.changed_shape(change))
+            self._submit(findings.changed_shape(change))
 
     def after_step(self, optimizer: Optimizer) -> None:
         self._shape.stepped()
 
-    # What is said about it.
+    # What is reported about it.
 
     def judge(self, seen: Observation) -> Iterable[Finding]:
         if self._log is None or not (self._open or self._log.waiting):
@@ -151,15 +145,14 @@ class DataWatch(Guard):
             yield from self._late()
 
     def _take(self, readings: dict[str, Any]) -> None:
-        assert self._log is not None
-        for forward in self._log.complete(readings):
-            if forward.evaluation:
-                self._rows.evaluate(forward)
+        for batch in self._log.complete(readings) if self._log is not None else ():
+            if batch.evaluation:
+                self._rows.evaluate(batch)
                 continue
-            self._rows.train(forward)
-            if not self._groups or self._groups[-1][0].group != forward.group:
+            self._rows.train(batch)
+            if not self._groups or self._groups[-1][0].group != batch.group:
                 self._groups.append([])
-            self._groups[-1].append(forward)
+            self._groups[-1].append(batch)
 
     def _early(self) -> Iterable[Finding]:
         """What the first steps show for certain."""
@@ -168,7 +161,7 @@ class DataWatch(Guard):
         found = repeated(groups)
         if all(each.one_row for group in groups for each in group):
             self._open = False
-            yield words.equal_rows(example)
+            yield findings.equal_rows(example)
         elif found is not None and (use := from_fresh_iterators(found)) is not None:
             self._begun_anew = use
             yield from self._same(found, ["fresh_iterator", "reseeded"], use)
@@ -178,10 +171,10 @@ class DataWatch(Guard):
                 yield from self._same(found, ["drawn_once", "on_purpose"], use)
         elif (use := from_workers(groups)) is not None:
             self._open = False
-            yield words.same_from_workers(use, groups)
+            yield findings.same_from_workers(use, groups)
         if (side := one_sided(groups)) is not None:
-            yield words.one_sided(side, example, len(groups))
-        yield from words.unusual(groups)
+            yield findings.one_sided(side, example, len(groups))
+        yield from findings.unusual(groups)
 
     def _drawn_before(self) -> LoaderUse | None:
         """The loader that the batch came from before the watch began, if its data can be looked through."""
@@ -189,11 +182,11 @@ class DataWatch(Guard):
         return next(loaders_of(first.detach()), None) if first is not None and first.dim() else None
 
     def _same(
-        self, found: Repeated, likely: list[str], use: Any, severity: Severity = Severity.WARNING
+        self, found: RepeatedBatch, likely: list[str], use: Any, severity: Severity = Severity.WARNING
     ) -> Iterable[Finding]:
         self._open = False
         if not self.overfit:
-            yield words.same_batch(found, likely=likely, severity=severity, loader=use)
+            yield findings.same_batch(found, likely=likely, severity=severity, loader=use)
 
     def _late(self) -> Iterable[Finding]:
         """What only more steps can tell: a batch that is trained on a few times is not one that never changes."""
@@ -212,15 +205,15 @@ class DataWatch(Guard):
             severity = Severity.INFO if meant else Severity.WARNING
             yield from self._same(found, likely, found.example.loader, severity)
         elif (use := from_workers(groups)) is not None:
-            yield words.same_from_workers(use, groups)
+            yield findings.same_from_workers(use, groups)
 
     def _end_evaluation(self) -> None:
         self._evaluated = False
         self._take({})
         if (found := self._rows.overlap()) is not None:
-            self._tell(words.overlapping(found))
+            self._submit(findings.overlapping(found))
 
-    def _tell(self, found: Finding) -> None:
+    def _submit(self, found: Finding) -> None:
         self.watch.submit(found.model_copy(update={"guard": self.name}))
 
     def finish(self) -> Iterable[Finding]:
@@ -236,7 +229,7 @@ class DataWatch(Guard):
             self._end_evaluation()
         for use in self._loaders.uses:
             if use is not self._begun_anew and use.trained_in > 1 and use.in_order and (use.batches or 0) > 1:
-                yield words.in_order(use)
+                yield findings.in_order(use)
 
     def blind_spots(self) -> Iterable[str]:
         """Where no step is inspected, no batch is looked at."""

@@ -6,10 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gpt_guard.callbacks.data.data_overlap import Overlap
-from gpt_guard.callbacks.data.data_same import Group, Repeated
-from gpt_guard.callbacks.data.data_seen import Forward
-from gpt_guard.callbacks.data.data_shape import Change
+from gpt_guard.callbacks.data.batches import MeasuredBatch
+from gpt_guard.callbacks.data.judge import Group, Overlap, RepeatedBatch, ShapeChange
 from gpt_guard.callbacks.data.loaders import LoaderUse
 from gpt_guard.catalogue import finding
 from gpt_guard.records import Finding, Severity
@@ -20,7 +18,7 @@ LARGEST = 100.0
 """Inputs beyond this were hardly scaled: standardised values stay below 10, images in [0, 1] below 1."""
 
 
-def same_batch(found: Repeated, *, likely: list[str], severity: Severity, loader: LoaderUse | None) -> Finding:
+def same_batch(found: RepeatedBatch, *, likely: list[str], severity: Severity, loader: LoaderUse | None) -> Finding:
     """GG605: one batch in all steps."""
     shown = list(found.example.shape)
     where = found.example.line
@@ -39,7 +37,7 @@ def same_batch(found: Repeated, *, likely: list[str], severity: Severity, loader
     )
 
 
-def equal_rows(example: Forward) -> Finding:
+def equal_rows(example: MeasuredBatch) -> Finding:
     """GG605: all rows of each batch are equal."""
     how = ": dimension 0 was made by expand(), so that all rows are one" if example.expanded else ""
     return finding(
@@ -66,7 +64,7 @@ def same_from_workers(use: LoaderUse, groups: Sequence[Group]) -> Finding:
     )
 
 
-def one_sided(side: str, example: Forward, steps: int) -> Finding:
+def one_sided(side: str, example: MeasuredBatch, steps: int) -> Finding:
     """GG609: inputs change and targets do not, or the reverse."""
     other = "targets" if side == "inputs" else "inputs"
     seen = (
@@ -78,7 +76,7 @@ def one_sided(side: str, example: Forward, steps: int) -> Finding:
     )
 
 
-def changed_shape(change: Change) -> Finding:
+def changed_shape(change: ShapeChange) -> Finding:
     """GG600: the batch dimension is gone, or has one row only."""
     before, now = list(change.before), list(change.now)
     if change.kind == "squeezed":
@@ -151,14 +149,14 @@ def in_order(use: LoaderUse) -> Finding:
     return finding("GG634", seen, likely=["order"], severity=Severity.INFO, where=use.line, cause_id="order")
 
 
-def _unscaled(name: str, first: Forward, looks: list[list[float]]) -> Iterator[Finding]:
+def _unscaled(name: str, first: MeasuredBatch, looks: list[list[float]]) -> Iterator[Finding]:
     low, high = min(look[0] for look in looks), max(look[1] for look in looks)
     whole = all(look[2] for look in looks)
     kind = " whole numbers, as pixels of 8 bits are," if whole and low >= 0 and high <= 255 else ""
     yield _odd("scale", f"The values of {name} are{kind} between {low:g} and {high:g}: they were not scaled.", first)
 
 
-def _constant_columns(forwards: Sequence[Forward]) -> dict[int, float]:
+def _constant_columns(forwards: Sequence[MeasuredBatch]) -> dict[int, float]:
     """Columns that have one and the same value in all batches; 0 (one-hot) and 1 (an intercept) are usual."""
     if len(forwards) < 3 or not all(each.columns for each in forwards):
         return {}
@@ -169,12 +167,16 @@ def _constant_columns(forwards: Sequence[Forward]) -> dict[int, float]:
     return found if len(found) < len(forwards[0].columns) else {}
 
 
-def _varied(forwards: Sequence[Forward]) -> bool:
+def _varied(forwards: Sequence[MeasuredBatch]) -> bool:
     return any(len(set(each.target_sample)) > 1 for each in forwards)
 
 
 def _odd(
-    cause: str, seen: str, first: Forward, severity: Severity = Severity.INFO, evidence: dict[str, Any] | None = None
+    cause: str,
+    seen: str,
+    first: MeasuredBatch,
+    severity: Severity = Severity.INFO,
+    evidence: dict[str, Any] | None = None,
 ) -> Finding:
     given = {"shape": list(first.shape)} | (evidence or {})
     return finding("GG634", seen, likely=[cause], severity=severity, where=first.line, evidence=given, cause_id=cause)

@@ -127,7 +127,7 @@ LOADERS = Patch(DataLoader, "__iter__", _iterated)
 
 
 class Draws:
-    """Whether the loop draws its batches at random: the same one each time is a fault then, else it may be all there is.
+    """Whether the loop draws its batches at random: the same one each time is then a fault, or all there is.
 
     Told by torch's own calls in inspected steps, or by a generator that has moved: one that is seeded in the function
     that draws stands at the same place in each step, but it moved, or was set, between the start of the watch and the

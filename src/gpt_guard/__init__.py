@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from gpt_guard.callbacks.distributed.replicas import ReplicaSync
     from gpt_guard.callbacks.finite.guard import FiniteGuard
     from gpt_guard.callbacks.gradients.grad_norm import GradNormMonitor
-    from gpt_guard.callbacks.logged.logged_loss import LoggedLoss
-    from gpt_guard.callbacks.logged.logged_update import LoggedUpdate
+    from gpt_guard.callbacks.logged.guards import LoggedLoss, LoggedUpdate
     from gpt_guard.callbacks.loop_order.guard import LoopOrder
     from gpt_guard.callbacks.losses.guard import LossInputs
     from gpt_guard.callbacks.losses.terms import LossBalance, loss_balance
@@ -103,8 +102,8 @@ _HOME = {
     "JsonlSink": "sinks.files",
     "LRTracker": "callbacks.schedule.lr",
     "LoadedCheckpoint": "checkpoint",
-    "LoggedLoss": "callbacks.logged.logged_loss",
-    "LoggedUpdate": "callbacks.logged.logged_update",
+    "LoggedLoss": "callbacks.logged.guards",
+    "LoggedUpdate": "callbacks.logged.guards",
     "LoopOrder": "callbacks.loop_order.guard",
     "LossBalance": "callbacks.losses.terms",
     "LossInputs": "callbacks.losses.guard",

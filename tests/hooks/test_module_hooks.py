@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpt_guard.hooks.chains import Link
 from torch import Tensor, nn
 
 from gpt_guard.errors import GuardUsageError

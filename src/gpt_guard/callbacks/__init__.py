@@ -8,8 +8,7 @@ from gpt_guard.callbacks.data.guard import DataWatch
 from gpt_guard.callbacks.distributed.replicas import ReplicaSync
 from gpt_guard.callbacks.finite.guard import FiniteGuard
 from gpt_guard.callbacks.gradients.grad_norm import GradNormMonitor
-from gpt_guard.callbacks.logged.logged_loss import LoggedLoss
-from gpt_guard.callbacks.logged.logged_update import LoggedUpdate
+from gpt_guard.callbacks.logged.guards import LoggedLoss, LoggedUpdate
 from gpt_guard.callbacks.loop_order.guard import LoopOrder
 from gpt_guard.callbacks.losses.guard import LossInputs
 from gpt_guard.callbacks.modes.eval_mode import EvalModeAssert

@@ -32,7 +32,7 @@ class Watch:
     `backward_line` where, if that line has been left since; `grad_norms` are those of the last that reached the model.
     `evaluating` is True inside of `guardian.evaluating()`, `evaluation` in every forward without gradients. `scaling`
     is True while a GradScaler's scale is on the gradients, `closure` while a step evaluates a closure. `versions` tells
-    who wrote to the parameters. `inspection` tells whether this step is inspected, and of the calls in it; `calls` keeps
+    who wrote to the parameters. `inspection` tells whether this step is inspected, and of the calls in it; `calls` has
     what they show. `forward_begins` are called at each forward of the model, `forward_ended` when it returns. `logged`
     holds the newest numbers that the loop gave to `guardian.log()`.
     A shared parameter appears once, under its first name.

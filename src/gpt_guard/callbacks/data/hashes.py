@@ -26,7 +26,7 @@ def row_hashes(tensor: Tensor) -> Tensor:
     """One hash for each row along dimension 0, `[B]` int64; a tensor without dimensions is one row."""
     rows = tensor.detach().reshape(tensor.shape[0] if tensor.dim() else 1, -1)
     rows = rows[:, :: max(1, -(-rows.shape[1] // LONGEST_ROW))]
-    mixed = _bits(rows) * _ODD[0]
+    mixed = bits_of(rows).flatten(1) * _ODD[0]
     # Without the shift the sum would be linear, and rows that differ by a multiple could meet.
     mixed ^= mixed >> 31
     return (mixed * _weights(mixed.shape[1], str(mixed.device))).sum(1)
@@ -43,10 +43,10 @@ def constant(tensor: Tensor) -> Tensor:
     return (flat == flat[:1]).all()
 
 
-def _bits(values: Tensor) -> Tensor:
-    """The values as int64, one number for each: equal where the bits are."""
+def bits_of(values: Tensor) -> Tensor:
+    """The values as int64, one number for each (two for a complex one): equal where the bits are."""
     if values.is_complex():
-        values = torch.view_as_real(values.resolve_conj()).flatten(1)
+        values = torch.view_as_real(values.resolve_conj())
     if not values.is_floating_point():
         return values.long()
     whole = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[values.dtype.itemsize]

@@ -1,4 +1,7 @@
-"""LoggedUpdate: a dashboard that shows lr times gradient and calls it the update."""
+"""What the loop logs against what has happened: a loss that hides NaN, and an update that is lr times gradient.
+
+Only numbers that are given to `guardian.log()` are seen; what is printed or sent elsewhere is not.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,56 @@ _STATISTICS: dict[str, Any] = {
 _ALL = "all parameters"
 
 
+class LoggedLoss(Guard):
+    """Compares the losses given to `guardian.log()` after a step with the loss that backward() saw in it.
+
+    Speaks where that one was NaN or infinite, and each number logged under a name with "loss" in it is finite: a filter
+    or an average hides the step. What is printed or sent elsewhere is not seen. A validation loss that is logged beside
+    the training loss is one of these numbers; where either is not finite, nothing is hidden.
+
+    Judges the loss that was read for the step anyway, also of a step that a GradScaler leaves out; reads nothing.
+    """
+
+    def __init__(self) -> None:
+        self._bad: tuple[int, float] | None = None
+        self._known: dict[str, int] = {}
+
+    def attach(self, watch: Watch) -> None:
+        super().attach(watch)
+        self._bad = None
+
+    def judge(self, seen: Observation) -> Iterator[Finding]:
+        yield from self._compare()
+        if seen.loss is not None and not math.isfinite(seen.loss):
+            self._bad = (seen.step, seen.loss)
+            self._known = dict(self.watch.times_logged)
+
+    def finish(self) -> Iterator[Finding]:
+        yield from self._compare()
+
+    def _compare(self) -> Iterator[Finding]:
+        if self._bad is None:
+            return
+        (step, loss), self._bad = self._bad, None
+        # What stands there from before was logged for another step.
+        times, known = self.watch.times_logged, self._known
+        losses = {name: value for name, value in self.watch.logged.items() if "loss" in name.lower()}
+        new = {name: value for name, value in losses.items() if times.get(name) != known.get(name)}
+        if not new or not all(math.isfinite(value) for value in new.values()):
+            return
+        logged = ", ".join(f"{name}={number(value)}" for name, value in new.items())
+        evidence: dict[str, Any] = {"logged": dict(new), "loss": loss}
+        yield finding(
+            "GG111",
+            f"After step {step}, {logged} was given to guardian.log(), which is finite; the loss that backward() saw "
+            f"in it was {number(loss)}.",
+            likely=["filtered"],
+            step=step,
+            moment=Moment.BEFORE_STEP,
+            evidence=evidence,
+        )
+
+
 class Formula(NamedTuple):
     """How a number may have been computed: over what, by which statistic, relative to the weights or not."""
 
@@ -48,9 +101,9 @@ class LoggedUpdate(Guard):
 
     The forms are norm, standard deviation, mean size and largest element, of each parameter and (the norm) of all
     together, plain, relative to the weights, and as a decimal logarithm. A number that matches one and the same form in
-    `least` steps is told beside what the parameters have really changed by. Quiet for plain SGD, whose update that is.
-    Numbers that are printed or sent elsewhere are not seen. Runs before and after the inspected steps, reads the device
-    there, and does nothing afterwards.
+    `least` steps is reported beside what the parameters have really changed by. Quiet for plain SGD, whose update that
+    is. Numbers that are printed or sent elsewhere are not seen. Runs before and after the inspected steps, reads the
+    device there, and does nothing afterwards.
 
     Raises GuardUsageError for `least` below 2.
     """
@@ -62,7 +115,7 @@ class LoggedUpdate(Guard):
         if least < 2:
             raise GuardUsageError(f"least is {least}; one step that agrees may be chance, so it must be at least 2")
         self._least = least
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         self._clear()
 
     def _clear(self) -> None:
@@ -126,7 +179,7 @@ class LoggedUpdate(Guard):
                 found.append((self._waits, value, self._real.get(formula)))
 
     def judge(self, seen: Observation) -> Iterable[Finding]:
-        """Tell a number once it has agreed in enough steps."""
+        """Report a number once it has agreed in enough steps."""
         if not self._matches:
             return
         yield from self._judge()
@@ -140,8 +193,8 @@ class LoggedUpdate(Guard):
     def _judge(self) -> Iterator[Finding]:
         for (name, formula), found in self._matches.items():
             always = len(found) == self._compared[name]
-            if always and len(found) >= self._least and name not in self._said:
-                self._said.add(name)
+            if always and len(found) >= self._least and name not in self._reported:
+                self._reported.add(name)
                 yield self._finding(name, formula, found)
 
     def _finding(self, name: str, formula: Formula, found: list[tuple[int, float, float | None]]) -> Finding:
@@ -174,10 +227,10 @@ class LoggedUpdate(Guard):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"said": sorted(self._said)}
+        return {"said": sorted(self._reported)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._said = set(state["said"])
+        self._reported = set(state["said"])
 
 
 def is_plain_sgd(optimizer: Optimizer) -> bool:

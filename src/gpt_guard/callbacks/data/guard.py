@@ -9,19 +9,19 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from gpt_guard.callbacks.base import Guard
-from gpt_guard.callbacks.data import findings
 from gpt_guard.callbacks.data.batches import BatchLog, MeasuredBatch
-from gpt_guard.callbacks.data.judge import (
-    BatchShape,
+from gpt_guard.callbacks.data.form import BatchShape, unusual
+from gpt_guard.callbacks.data.loaders import Draws, LoaderLog, LoaderUse, loaders_of
+from gpt_guard.callbacks.data.overlap import TrainedRows
+from gpt_guard.callbacks.data.repeats import (
     RepeatedBatch,
-    TrainedRows,
-    from_fresh_iterators,
-    from_workers,
+    equal_rows,
+    in_order,
     one_sided,
     repeated,
-    whole_loader,
+    same_batch,
+    same_from_workers,
 )
-from gpt_guard.callbacks.data.loaders import Draws, LoaderLog, LoaderUse, loaders_of
 from gpt_guard.callbacks.settings import check_types
 from gpt_guard.hooks.functions.function_calls import FunctionCall
 from gpt_guard.hooks.tensors import walk
@@ -123,7 +123,7 @@ class DataWatch(Guard):
 
     def after_backward(self) -> None:
         if (change := self._shape.backward()) is not None:
-            self._submit(findings.changed_shape(change))
+            self._submit(change)
 
     def after_step(self, optimizer: Optimizer) -> None:
         self._shape.stepped()
@@ -157,24 +157,23 @@ class DataWatch(Guard):
     def _early(self) -> Iterable[Finding]:
         """What the first steps show for certain."""
         groups = self._groups
-        example = groups[0][0]
         found = repeated(groups)
-        if all(each.one_row for group in groups for each in group):
+        if (equal := equal_rows(groups)) is not None:
             self._open = False
-            yield findings.equal_rows(example)
-        elif found is not None and (use := from_fresh_iterators(found)) is not None:
+            yield equal
+        elif found is not None and (use := found.begun_anew) is not None:
             self._begun_anew = use
             yield from self._same(found, ["fresh_iterator", "reseeded"], use)
-        elif found is not None and found.held and not whole_loader(found):
+        elif found is not None and found.held and not found.whole_loader:
             use = found.example.loader or self._drawn_before()
-            if use is not None and (use.batches or 0) > 1 and use.batch_size == example.rows:
+            if use is not None and (use.batches or 0) > 1 and use.batch_size == found.example.rows:
                 yield from self._same(found, ["drawn_once", "on_purpose"], use)
-        elif (use := from_workers(groups)) is not None:
+        elif (workers := same_from_workers(groups)) is not None:
             self._open = False
-            yield findings.same_from_workers(use, groups)
+            yield workers
         if (side := one_sided(groups)) is not None:
-            yield findings.one_sided(side, example, len(groups))
-        yield from findings.unusual(groups)
+            yield side
+        yield from unusual(groups)
 
     def _drawn_before(self) -> LoaderUse | None:
         """The loader that the batch came from before the watch began, if its data can be looked through."""
@@ -186,7 +185,7 @@ class DataWatch(Guard):
     ) -> Iterable[Finding]:
         self._open = False
         if not self.overfit:
-            yield findings.same_batch(found, likely=likely, severity=severity, loader=use)
+            yield same_batch(found, likely=likely, severity=severity, loader=use)
 
     def _late(self) -> Iterable[Finding]:
         """What only more steps can tell: a batch that is trained on a few times is not one that never changes."""
@@ -194,7 +193,7 @@ class DataWatch(Guard):
         if len(groups) < _LOOKED:
             return
         if (found := repeated(groups)) is not None:
-            meant = found.held or whole_loader(found)
+            meant = found.held or found.whole_loader
             if meant and len(groups) < self.repeats:
                 return
             optimizers = self.watch.optimizers
@@ -204,14 +203,14 @@ class DataWatch(Guard):
             likely = ["on_purpose", "drawn_once"] if meant else ["reseeded", "fresh_iterator", "drawn_once"]
             severity = Severity.INFO if meant else Severity.WARNING
             yield from self._same(found, likely, found.example.loader, severity)
-        elif (use := from_workers(groups)) is not None:
-            yield findings.same_from_workers(use, groups)
+        elif (workers := same_from_workers(groups)) is not None:
+            yield workers
 
     def _end_evaluation(self) -> None:
         self._evaluated = False
         self._take({})
         if (found := self._rows.overlap()) is not None:
-            self._submit(findings.overlapping(found))
+            self._submit(found)
 
     def _submit(self, found: Finding) -> None:
         self.watch.submit(found.model_copy(update={"guard": self.name}))
@@ -228,8 +227,8 @@ class DataWatch(Guard):
         if self._evaluated:
             self._end_evaluation()
         for use in self._loaders.uses:
-            if use is not self._begun_anew and use.trained_in > 1 and use.in_order and (use.batches or 0) > 1:
-                yield findings.in_order(use)
+            if use is not self._begun_anew and (found := in_order(use)) is not None:
+                yield found
 
     def blind_spots(self) -> Iterable[str]:
         """Where no step is inspected, no batch is looked at."""

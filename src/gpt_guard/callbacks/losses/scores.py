@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpt_guard.callbacks.call_issue import CallIssue
-from gpt_guard.callbacks.losses.calls import class_dim, class_ids
+from gpt_guard.callbacks.losses.calls import CLASS_LOSSES, class_dim, class_ids
 from gpt_guard.callbacks.losses.positions import moved_along, positions_of
 from gpt_guard.hooks.autograd_graph.origin import is_logistic, name_of, origin, signed
 from gpt_guard.hooks.functions.call_record import SOFTMAXES, CallRecord, SoftmaxCall
@@ -34,10 +34,8 @@ def judge_scores(call: FunctionCall, record: CallRecord) -> Iterator[CallIssue]:
     scores = call.get("input")
     if not isinstance(scores, Tensor) or not scores.is_floating_point() or scores.numel() == 0 or scores.dim() == 0:
         return
-    if call.kind == "cross_entropy":
-        yield from _cross_entropy(call, scores, record)
-    elif call.kind == "nll_loss":
-        yield from _nll(call, scores, record)
+    if call.kind in CLASS_LOSSES:
+        yield from _of_classes(call, scores, record)
     elif call.kind == "kl_div":
         yield from _divergence(call, scores)
     elif call.kind == "binary_cross_entropy":
@@ -77,49 +75,45 @@ def _squashed_twice(call: FunctionCall, record: CallRecord) -> CallIssue | None:
     return issue._replace(likely=("by_hand", *issue.likely), severity=Severity.WARNING)
 
 
-def _rows(call: FunctionCall, scores: Tensor, dim: int) -> Tensor:
-    known = class_ids(call)
-    return score_rows(scores, dim, known.counted if known is not None else None)
-
-
-def _cross_entropy(call: FunctionCall, scores: Tensor, record: CallRecord) -> Iterator[CallIssue]:
+def _of_classes(call: FunctionCall, scores: Tensor, record: CallRecord) -> Iterator[CallIssue]:
     dim = class_dim(scores)
     if scores.size(dim) < 2:
         return
-    where = positions_of(scores, dim)
+    raw = call.kind == "cross_entropy"
+    where = positions_of(scores, dim) if raw else None
     if where is not None and where.classes != "whole" and where.features == scores.size(dim):
         yield _misplaced(scores, where.classes)
         return
-    rows, made_by = _rows(call, scores, dim), origin(scores)
-    squash = record.softmax_of(made_by)
+    known = class_ids(call)
+    rows = score_rows(scores, dim, known.counted if known is not None else None)
     if are_probabilities(rows):
-        yield _twice(scores, squash, "cross_entropy")
+        yield _twice(scores, record.softmax_of(origin(scores)), call.kind)
     elif (wrong := _wrong_dimension(call, scores, dim, record)) is not None:
         yield wrong
-    elif is_logistic(made_by):
+    else:
+        yield from _no_logits(scores, rows, record) if raw else _no_log_probabilities(scores, rows)
+
+
+def _no_logits(scores: Tensor, rows: Tensor, record: CallRecord) -> Iterator[CallIssue]:
+    made_by = origin(scores)
+    softmax = record.softmax_of(made_by)
+    if is_logistic(made_by):
         text = f"The scores {list(scores.shape)} that cross_entropy is given are the output of a sigmoid, from 0 to 1."
         yield CallIssue("GG690", text, ("sigmoid",), Severity.WARNING)
-    elif squash is not None and squash.name == "log_softmax" and are_log_probabilities(rows):
-        text = f"cross_entropy is given the log-probabilities of {squash}, and takes log_softmax of them again."
+    elif softmax is not None and softmax.name == "log_softmax" and are_log_probabilities(rows):
+        text = f"cross_entropy is given the log-probabilities of {softmax}, and takes log_softmax of them again."
         yield CallIssue("GG690", f"{text} Of log-probabilities that changes nothing.", ("harmless",), Severity.INFO)
 
 
-def _nll(call: FunctionCall, scores: Tensor, record: CallRecord) -> Iterator[CallIssue]:
-    dim = class_dim(scores)
-    if scores.size(dim) < 2:
-        return
-    rows = _rows(call, scores, dim)
-    if are_probabilities(rows):
-        yield _twice(scores, record.softmax_of(origin(scores)), "nll_loss")
-    elif (wrong := _wrong_dimension(call, scores, dim, record)) is not None:
-        yield wrong
-    elif float(rows.max()) > _POSITIVE and not are_log_probabilities(rows):
+def _no_log_probabilities(scores: Tensor, rows: Tensor) -> Iterator[CallIssue]:
+    highest = float(rows.max())
+    if highest > _POSITIVE and not are_log_probabilities(rows):
         sums = float(rows.float().logsumexp(-1).exp().mean())
         text = (
-            f"nll_loss takes log-probabilities; the scores {list(scores.shape)} reach {number(float(rows.max()))}, and "
-            f"their exponentials sum to {number(sums)} in a row, not to 1."
+            f"nll_loss takes log-probabilities; the scores {list(scores.shape)} reach {number(highest)}, and their "
+            f"exponentials sum to {number(sums)} in a row, not to 1."
         )
-        yield CallIssue("GG690", text, ("raw_nll",), evidence={"max": float(rows.max()), "sum": sums})
+        yield CallIssue("GG690", text, ("raw_nll",), evidence={"max": highest, "sum": sums})
 
 
 def _divergence(call: FunctionCall, scores: Tensor) -> Iterator[CallIssue]:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpt_guard.callbacks.attention.masks import VisibleKeys, visible
-from gpt_guard.hooks.functions.call_record import HIDDEN, NOTED, CallPlace, CallRecord, hides_later
+from gpt_guard.hooks.functions.call_record import NOTED, CallPlace, CallRecord
 from gpt_guard.hooks.functions.function_calls import FunctionCall, FunctionCalls
+from gpt_guard.hooks.functions.masks import HIDDEN, VisibleKeys, visible_keys
 
 LENGTH = 5
 
@@ -106,7 +106,7 @@ def additive(low: float) -> Tensor:
 @pytest.mark.parametrize(("low", "hides"), [(-2000.0, False), (HIDDEN, True), (-1e4, True), (-torch.inf, True)])
 def test_a_mask_hides_at_one_threshold_whoever_asks(noting: Noting, low: float, hides: bool) -> None:
     seen: list[list[VisibleKeys]] = []
-    noting.functions.listen(("attention",), lambda call: seen.append(visible(call)))
+    noting.functions.listen(("attention",), lambda call: seen.append(visible_keys(call)))
     query = torch.randn(1, 2, LENGTH, 4)
     F.scaled_dot_product_attention(query, query, query, attn_mask=additive(low))
     assert noting.record.causal is hides
@@ -130,12 +130,16 @@ def test_what_keeps_attention_from_looking_ahead(
     assert noting.record.causal is causal
 
 
-def test_a_boolean_mask_is_read_by_its_own_sense() -> None:
-    below = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-    assert hides_later(below)
-    assert hides_later(~below, hidden=True)
-    assert not hides_later(~below)
-    assert not hides_later(torch.zeros(LENGTH, LENGTH + 1, dtype=torch.bool))
+def test_a_boolean_mask_is_read_by_the_sense_of_its_call(noting: Noting) -> None:
+    seen: list[bool] = []
+    noting.functions.listen(
+        ("attention", "masked_fill"), lambda call: seen.extend(each.only_the_past for each in visible_keys(call))
+    )
+    below, x = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(), torch.randn(1, 2, LENGTH, 4)
+    for mask in (below, ~below):
+        F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+        (x @ x.mT).masked_fill(mask, -1e9)
+    assert seen == [True, False, False, True]
 
 
 def test_a_hook_on_a_gradient_is_noted(noting: Noting) -> None:

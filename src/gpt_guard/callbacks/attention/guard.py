@@ -9,12 +9,13 @@ from typing import ClassVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gpt_guard.callbacks.attention.masks import judge_masks, softmax_dim, visible
+from gpt_guard.callbacks.attention.masks import judge_masks, softmax_dim
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.call_issue import CallIssue
 from gpt_guard.callbacks.settings import patterns
 from gpt_guard.hooks.functions.call_record import CallPlace
 from gpt_guard.hooks.functions.function_calls import FunctionCall
+from gpt_guard.hooks.functions.masks import visible_keys
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Observation
 
@@ -102,9 +103,10 @@ class AttentionCalls(Guard):
                 return
             # Over both dimensions in turn, as co-attention does.
             self._meant.add(("GG698", path))
-        if any(each.only_the_past for each in visible(call)):
+        seen = visible_keys(call)
+        if any(each.only_the_past for each in seen):
             self._meant.add(("GG697", "backwards"))
-        self._take(call, place, judge_masks(call, record.embedded_now()))
+        self._take(call, place, judge_masks(call, seen, record.embedded_now()))
 
     def _take(self, call: FunctionCall, place: CallPlace, issues: Iterable[CallIssue]) -> None:
         where = f"`{place.module}`" if place.module else "the model"

@@ -1,112 +1,24 @@
-"""What an attention call lets each query see, whatever the convention of its mask, and what is wrong about that."""
+"""What is wrong about what an attention call lets each query see."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gpt_guard.callbacks.call_issue import CallIssue
-from gpt_guard.hooks.functions.call_record import HIDDEN, EmbeddedIds
+from gpt_guard.hooks.functions.call_record import EmbeddedIds
 from gpt_guard.hooks.functions.function_calls import FunctionCall
+from gpt_guard.hooks.functions.masks import HIDDEN, MOST_ENTRIES, VisibleKeys, given_masks, lower_triangle
 from gpt_guard.records import Severity
 from gpt_guard.records.render import number
 
-_LEAST = 3
-_MOST = 2**24
-"""Entries of a mask that are looked at: those of a row of 4096 tokens. A larger one is said not to have been."""
 
-
-class VisibleKeys(NamedTuple):
-    """Which keys each query may see: bool `[..., L, S]`, where dimensions of size 1 stand for all.
-
-    `soft` tells that what is hidden is only low, and not left out: a row of hidden keys alone is then uniform.
-    """
-
-    allowed: Tensor
-    kind: str
-    soft: bool = False
-
-    @property
-    def square(self) -> bool:
-        """Whether queries and keys are the same number of places, as in self-attention."""
-        return self.allowed.size(-1) == self.allowed.size(-2) >= _LEAST
-
-    @property
-    def only_the_future(self) -> bool:
-        """No query sees a key before it, and at least half of those behind it are seen by somebody."""
-        if not self.square or bool(self.allowed.tril(-1).any()):
-            return False
-        length = self.allowed.size(-1)
-        return 2 * int(self.allowed.triu(1).sum()) >= self.allowed[..., 0, 0].numel() * length * (length - 1) // 2
-
-    @property
-    def only_the_past(self) -> bool:
-        """Whether nothing behind a query is visible to it, and something before it is."""
-        return self.square and not bool(self.allowed.triu(1).any()) and bool(self.allowed.tril(-1).any())
-
-    @property
-    def blind(self) -> Tensor:
-        """Queries `[..., L]` that see no key, although others see them: they are no padding."""
-        if not self.square:
-            return self.allowed.new_zeros(())
-        return ~self.allowed.any(-1) & self.allowed.any(-2)
-
-    @property
-    def strict(self) -> bool:
-        """A lower triangle without its diagonal, the same for all rows and heads."""
-        below = _causal(self.allowed.size(-1), self.allowed.device).tril(-1)
-        return self.square and bool((self.allowed == below).all())
-
-    def by_row(self, rows: int, length: int) -> Tensor | None:
-        """Which keys of each row of the batch anybody sees, `[B, S]`; None where the mask does not tell rows apart."""
-        allowed = self.allowed.any(-2)
-        if allowed.size(-1) != length or allowed.dim() < 2 or allowed.size(0) % rows:
-            return None
-        return allowed.reshape(rows, -1, length).any(1)
-
-
-def masks(call: FunctionCall) -> Iterator[tuple[str, Tensor]]:
-    """The masks that a call was given, under their names."""
-    for name in ("attn_mask", "key_padding_mask"):
-        mask = call.get(name)
-        if type(mask) is Tensor and mask.numel() and not mask.is_meta:
-            yield name, mask
-
-
-def visible(call: FunctionCall) -> list[VisibleKeys]:
-    """What the call's masks leave visible; one entry for each mask, none where there is no mask."""
-    if call.kind == "softmax":
-        return _by_scores(call)
-    found = []
-    for name, mask in masks(call):
-        if mask.numel() > _MOST:
-            continue
-        hides = call.kind == "multi_head_attention"
-        allowed = (~mask if hides else mask) if mask.dtype is torch.bool else mask > HIDDEN
-        if name == "key_padding_mask":
-            allowed = allowed[..., None, :]
-        if allowed.dim() >= 2:
-            found.append(VisibleKeys(allowed, name, soft=mask.dtype is not torch.bool and bool(mask.isfinite().all())))
-    return found
-
-
-def _by_scores(call: FunctionCall) -> list[VisibleKeys]:
-    scores = call.get("input")
-    if type(scores) is not Tensor or scores.dim() < 3 or scores.numel() > _MOST or not scores.numel():
-        return []
-    if not scores.is_floating_point() or scores.is_meta:
-        return []
-    allowed = scores.detach() > HIDDEN
-    soft = bool(scores.isfinite().all())
-    return [] if bool(allowed.all()) else [VisibleKeys(allowed, "scores", soft)]
-
-
-def judge_masks(call: FunctionCall, embedded: Sequence[EmbeddedIds]) -> Iterator[CallIssue]:
+def judge_masks(
+    call: FunctionCall, seen: Sequence[VisibleKeys], embedded: Sequence[EmbeddedIds]
+) -> Iterator[CallIssue]:
     """All that is wrong with a call of attention, or with a softmax over the keys. Reads the device."""
-    seen = visible(call)
     for each in seen:
         yield from _sense(each)
         yield from _padding_sense(each, embedded)
@@ -174,7 +86,7 @@ def _blind(call: FunctionCall, seen: VisibleKeys, embedded: Sequence[EmbeddedIds
 
 
 def _zero_one(call: FunctionCall) -> Iterator[CallIssue]:
-    for name, mask in masks(call):
+    for name, mask in given_masks(call):
         if _zeros_and_ones(mask):
             sure = _runs_of_ones(mask)
             text = (
@@ -184,13 +96,15 @@ def _zero_one(call: FunctionCall) -> Iterator[CallIssue]:
             yield CallIssue("GG669", text, ("as_float",) if sure else ("bias",), None if sure else Severity.WARNING)
 
 
-def _padding_seen(call: FunctionCall, found: list[VisibleKeys], embedded: Sequence[EmbeddedIds]) -> Iterator[CallIssue]:
+def _padding_seen(
+    call: FunctionCall, found: Sequence[VisibleKeys], embedded: Sequence[EmbeddedIds]
+) -> Iterator[CallIssue]:
     rows, queries, keys = _sizes(call)
     alike = [each for each in embedded if each.padding is not None and each.ids.shape == (rows, queries)]
     if not alike or queries != keys:
         return
     # A masked score counts wherever it was masked; one mask alone may leave the padding to the other.
-    shown = _causal(queries, alike[0].ids.device)
+    shown = lower_triangle(queries, alike[0].ids.device)
     if not call.get("is_causal", False) or call.kind != "attention":
         shown = torch.ones_like(shown)
     for each in found:
@@ -266,7 +180,7 @@ def _only_the_end(keys: Tensor) -> bool:
 
 def _zeros_and_ones(mask: Tensor) -> bool:
     """Whether a floating-point mask holds 0 and 1 and nothing else; a learned bias is not looked at."""
-    if not mask.is_floating_point() or mask.requires_grad or mask.numel() > _MOST:
+    if not mask.is_floating_point() or mask.requires_grad or mask.numel() > MOST_ENTRIES:
         return False
     return bool(((mask == 0) | (mask == 1)).all()) and bool((mask == 0).any()) and bool((mask == 1).any())
 
@@ -293,8 +207,3 @@ def _sees_padding(allowed: Tensor, ids: Tensor, padding: int) -> bool:
         return False
     rows, length = ids.shape
     return bool((allowed.expand(rows, length, length) & real[:, :, None] & ~real[:, None, :]).any())
-
-
-def _causal(length: int, device: torch.device) -> Tensor:
-    """What `is_causal=True` leaves visible: `[L, L]`."""
-    return torch.ones(length, length, dtype=torch.bool, device=device).tril()

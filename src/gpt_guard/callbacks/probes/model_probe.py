@@ -20,8 +20,8 @@ from gpt_guard.callbacks.probes.probe_repeat import Repeated, kept_sizes
 from gpt_guard.callbacks.probes.probe_rows import recurrent_findings, row_findings
 from gpt_guard.callbacks.settings import check_types, patterns
 from gpt_guard.errors import GuardUsageError
-from gpt_guard.hooks.functions.call_record import HIDDEN
 from gpt_guard.hooks.functions.function_calls import FunctionCall
+from gpt_guard.hooks.functions.masks import HIDDEN
 from gpt_guard.hooks.isolation.rerun import marks, not_repeatable, odd
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Observation

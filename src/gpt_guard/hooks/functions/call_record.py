@@ -8,18 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gpt_guard.hooks.autograd_graph.origin import sequence_of
 from gpt_guard.hooks.frames import running_module
 from gpt_guard.hooks.functions.function_calls import FunctionCall
+from gpt_guard.hooks.functions.masks import visible_keys
 from gpt_guard.records import SourceLine
 
-HIDDEN = -5e3
-"""A score at or below this is masked. The mildest value in wide use is BERT's -10000 (Devlin et al. 2018, their code),
-to which a score is added; scores themselves, `q @ k / sqrt(d)`, stay within some tens."""
 SOFTMAXES = ("softmax", "log_softmax")
 NOTED = (*SOFTMAXES, "embedding", "reshape", "attention", "masked_fill", "gradient_hook")
 """Kinds of calls that are of use later in the step."""
@@ -127,10 +124,9 @@ class CallRecord:
             self._embedded(call, given)
         elif call.kind == "gradient_hook":
             self.hooked = True
-        elif call.kind == "attention":
-            self.causal |= bool(call.get("is_causal", False)) or hides_later(call.get("attn_mask"))
-        elif call.kind == "masked_fill":
-            self.causal |= hides_later(call.get("mask"), hidden=True)
+        elif call.kind in ("attention", "masked_fill"):
+            masked = any(each.only_the_past for each in visible_keys(call))
+            self.causal = self.causal or masked or bool(call.get("is_causal", False))
         elif isinstance(given, Tensor) and not given.is_floating_point() and given.dim() == 2:
             self._flattened[result] = tuple(given.shape)
 
@@ -139,12 +135,3 @@ class CallRecord:
         if type(ids) is Tensor and ids.dim() == 2 and ids.numel() and isinstance(table, Tensor):
             declared = padding if isinstance(padding, int) and padding >= 0 else None
             self.embedded.append(EmbeddedIds(ids.detach(), declared, table.size(-1), self.forward()))
-
-
-def hides_later(mask: Any, *, hidden: bool = False) -> bool:
-    """Whether a mask `[..., T, T]` hides what comes later; `hidden` is what a boolean one says of hidden places."""
-    if not isinstance(mask, Tensor) or mask.dim() < 2 or mask.size(-1) != mask.size(-2) or mask.size(-1) < 2:
-        return False
-    hides = mask == hidden if mask.dtype is torch.bool else mask <= HIDDEN
-    later = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
-    return bool(hides[..., later].all()) and not bool(hides.diagonal(dim1=-2, dim2=-1).all())

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from gpt_guard.hooks.chains import Link
 from torch import Tensor, nn
 
 from gpt_guard.errors import GuardUsageError

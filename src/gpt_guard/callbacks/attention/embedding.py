@@ -1,4 +1,4 @@
-"""IndexCalls: what an embedding is asked for that it does not have, said before torch's error or the device assert."""
+"""IndexCalls: what an embedding is asked for that it does not have, named before torch's error or the device assert."""
 
 from __future__ import annotations
 

@@ -302,7 +302,7 @@ class BatchLog:
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:
-        """No graph, and nobody is told of the functions that are called."""
+        """No graph, and no listener hears of the functions that are called."""
         functions = self._watch.inspection.functions
         muted, functions.muted = functions.muted, True
         try:

@@ -44,7 +44,7 @@ class DataWatch(Guard):
     made on the device and read with the step. After the first `repeats` steps no value is looked at any more.
 
     - `overfit`: one batch is repeated on purpose, to see whether the model can learn it by heart.
-    - `repeats`: where nothing shows why, the same batch is told of after this many steps. PPO trains up to 15 epochs
+    - `repeats`: where nothing shows why, the same batch is reported after this many steps. PPO trains up to 15 epochs
       on one batch (Schulman et al., 2017, table 4), and goes on to the next. Training on a batch that the loop holds
       on to, such as a whole graph or data set, or makes anew each time and draws nothing for, is only recorded; LBFGS
       needs the same data in each step.
@@ -188,7 +188,7 @@ class DataWatch(Guard):
             yield same_batch(found, likely=likely, severity=severity, loader=use)
 
     def _late(self) -> Iterable[Finding]:
-        """What only more steps can tell: a batch that is trained on a few times is not one that never changes."""
+        """What only more steps can show: a batch that is trained on a few times is not one that never changes."""
         groups = self._groups
         if len(groups) < _LOOKED:
             return

@@ -79,9 +79,9 @@ class LossInputs(Guard):
         # What an evaluation has shown before is of no loss of these steps.
         inspection.on_begin(watch.calls.clear)
         inspection.on_end(self._ended)
-        inspection.functions.listen(LOSSES, self._before, before=True)
-        inspection.functions.listen(LOSSES, self._after)
-        inspection.functions.listen((*NOTED, "logsumexp"), self._other)
+        inspection.functions.listen(LOSSES, self._loss_begins, before=True)
+        inspection.functions.listen(LOSSES, self._loss_computed)
+        inspection.functions.listen((*NOTED, "logsumexp"), self._called)
 
     def detach(self) -> None:
         super().detach()
@@ -89,13 +89,13 @@ class LossInputs(Guard):
 
     # Calls.
 
-    def _other(self, call: FunctionCall) -> None:
+    def _called(self, call: FunctionCall) -> None:
         if self.watch.inspection.active:
             if (issue := judge_softmax(call, self.watch.calls)) is not None:
                 self._submit(self.watch.calls.place(call), issue)
             self.watch.calls.note(call)
 
-    def _before(self, call: FunctionCall) -> None:
+    def _loss_begins(self, call: FunctionCall) -> None:
         scores, record = call.get("input"), self.watch.calls
         if not self.watch.inspection.active or not isinstance(scores, Tensor) or not readable(call):
             return
@@ -109,7 +109,7 @@ class LossInputs(Guard):
         if scores.requires_grad:
             self._submit(place, *none_counts(call, record))
 
-    def _after(self, call: FunctionCall) -> None:
+    def _loss_computed(self, call: FunctionCall) -> None:
         result = call.result
         if not self.watch.inspection.active or not isinstance(result, Tensor) or not readable(call):
             return

@@ -40,7 +40,7 @@ _NEAR_LOSS = 40
 """Operations at the end of the graph in which a loss written by hand is looked for."""
 _IGNORED = -100
 HARDLY_ANY = 0.01
-"""Where rows are unknown, less is said. Answers after long prompts are a few percent of all positions."""
+"""Where rows are unknown, less is reported. Answers after long prompts are a few percent of all positions."""
 _LENGTHS = 3
 _SHOWN = 16
 MIN_PADDING = 4

@@ -1,4 +1,4 @@
-"""See the calls of torch functions that tell a silent bug: losses, softmax, dropout, attention, embeddings, masks.
+"""See the calls of torch functions that show a silent bug: losses, softmax, dropout, attention, embeddings, masks.
 
 A `TorchFunctionMode` sees a call however it was spelt: `F.cross_entropy`, `nn.CrossEntropyLoss()`, a name imported
 directly, a method of a tensor. It costs a good quarter of a small step (measured on a tiny GPT), so it is only in place

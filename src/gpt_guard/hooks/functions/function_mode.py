@@ -86,7 +86,7 @@ _PATCHES: dict[int, Patch] = {}
 
 
 def _compiled_calls() -> Patch | None:
-    """Where a mode is told of compiled code; None as long as nothing in this process can have been compiled."""
+    """Where a mode hears of compiled code; None as long as nothing in this process can have been compiled."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     if frames is None or not hasattr(frames, "_maybe_set_eval_frame"):
         return None

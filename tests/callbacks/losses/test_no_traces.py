@@ -18,7 +18,7 @@ from gpt_guard.guardian import Guardian
 from ...cases.loss_inputs import Case
 from ...cases.loss_parts import features
 from ...cases.loss_sums import Heads
-from .loss_loops import BY_NAME, alone, codes, two_heads
+from .loops import BY_NAME, alone, codes, two_heads
 
 
 def weights(case: Case, *, guarded: bool, steps: int = 5) -> list[Tensor]:

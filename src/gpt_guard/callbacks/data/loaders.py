@@ -144,8 +144,8 @@ class Draws:
             return
         (others, states), self._before = self._before, None
         now, state = _generators()
-        # Both lie on the host: no device is read, and no function mode needs to know.
-        with torch._C.DisableTorchFunction():
+        # Both lie on the host: no device is read, and no mode of the user's needs to see it.
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             self.seen = self.seen or now != others or not torch.equal(state, states)
 
 

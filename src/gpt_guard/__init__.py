@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpt_guard.blackbox.again import replay
-    from gpt_guard.callbacks.attention.guard import AttentionCalls
     from gpt_guard.callbacks.attention.embedding import IndexCalls
+    from gpt_guard.callbacks.attention.guard import AttentionCalls
     from gpt_guard.callbacks.base import Guard
     from gpt_guard.callbacks.checkpointing.fingerprint import CheckpointFingerprint
     from gpt_guard.callbacks.data.guard import DataWatch

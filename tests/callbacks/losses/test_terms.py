@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt_guard import GuardUsageError, LossBalance, loss_balance
-from gpt_guard.callbacks.losses.terms import LossCall, LossTerm, may_be_walked, terms_of
+from gpt_guard.callbacks.losses.terms import LossTerm, NamedLoss, may_be_walked, terms_of
 from gpt_guard.hooks.autograd_graph.origin import sequence_of
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -21,7 +21,7 @@ def of(loss: Loss) -> list[LossTerm]:
     """The terms of a loss made of two known ones."""
     x = torch.randn(5, requires_grad=True)
     one, other = x.pow(2).mean(), x.abs().mean()
-    known = {sequence_of(each) or 0: LossCall(name, None, data=True) for name, each in (("a", one), ("b", other))}
+    known = {sequence_of(each) or 0: NamedLoss(name, None, data=True) for name, each in (("a", one), ("b", other))}
     return terms_of(loss(one, other), known)
 
 

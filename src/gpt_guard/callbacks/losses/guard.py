@@ -23,7 +23,7 @@ from gpt_guard.callbacks.losses.targets import (
     outer_difference,
     padding_counts,
 )
-from gpt_guard.callbacks.losses.terms import LossCall, LossTerm, drowned, may_be_walked, terms_of, weigh
+from gpt_guard.callbacks.losses.terms import LossTerm, NamedLoss, drowned, may_be_walked, terms_of, weigh
 from gpt_guard.callbacks.settings import check_types
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.autograd_graph.origin import sequence_of
@@ -69,7 +69,7 @@ class LossInputs(Guard):
         """What belongs to the step that is over holds its tensors: let go."""
         self._reduced: list[tuple[CallPlace, ReducedLoss]] = []
         self._shifts: list[tuple[CallPlace, Pairing, bool]] = []
-        self._losses: dict[int, LossCall] = {}
+        self._losses: dict[int, NamedLoss] = {}
 
     def attach(self, watch: Watch) -> None:
         """Ask for the calls of the inspected steps."""
@@ -117,7 +117,7 @@ class LossInputs(Guard):
         if number is None:
             return
         place = self.watch.calls.place(call)
-        self._losses[number] = LossCall(call.name, place.line, call.kind != "kl_div")
+        self._losses[number] = NamedLoss(call.name, place.line, call.kind != "kl_div")
         if (known := class_ids(call)) is None or known.scores.dim() < 2:
             return
         _, count = self._counts.setdefault(place.key, (place, TargetCount()))

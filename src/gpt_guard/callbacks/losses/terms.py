@@ -34,7 +34,7 @@ _MOST_ELEMENTS = 2**24
 """Parameters that are looked at, the last ones first, as GradNorm looks at the last shared layer (Chen et al. 2018)."""
 
 
-class LossCall(NamedTuple):
+class NamedLoss(NamedTuple):
     """A call of one of torch's losses: its name, its line, and whether it compares with data."""
 
     name: str
@@ -56,7 +56,7 @@ class LossTerm(NamedTuple):
     norm: float = math.nan
 
 
-def terms_of(loss: Tensor, known: Mapping[int, LossCall]) -> list[LossTerm]:
+def terms_of(loss: Tensor, known: Mapping[int, NamedLoss]) -> list[LossTerm]:
     """The addends of a scalar loss, by its graph; one alone for a loss that is no sum. `known` is by operation number.
 
     Reads constants that terms are multiplied by. A factor that has a gradient of its own belongs to its term.
@@ -117,7 +117,7 @@ def _numel(node: Any) -> int:
     return torch.Size(known[0].shape).numel() if known else 0
 
 
-def _named(node: Any, weight: float, known: Mapping[int, LossCall]) -> LossTerm:
+def _named(node: Any, weight: float, known: Mapping[int, NamedLoss]) -> LossTerm:
     below: Any = node
     names: list[str] = []
     while below is not None and not hasattr(below, "variable") and len(names) < 2 * _WORDS_OF:

@@ -21,8 +21,6 @@ WORDS = frozenset({"desk", "roster", "lane", "unseen", "aftermath", "arrivals", 
 CROWDED: frozenset[str] = frozenset({"blackbox", "callbacks/updates", "hooks", "replaying"})
 NAMED_TWICE: frozenset[str] = frozenset(
     {
-        "Answer",
-        "Call",
         "Case",
         "Change",
         "Event",
@@ -30,7 +28,6 @@ NAMED_TWICE: frozenset[str] = frozenset(
         "Hidden",
         "Measured",
         "Outcome",
-        "Pairs",
         "Recorder",
         "Rows",
         "Step",

@@ -8,19 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpt_guard.blackbox.again import replay
-    from gpt_guard.callbacks.attention.attention_calls import AttentionCalls
-    from gpt_guard.callbacks.attention.index_calls import IndexCalls
+    from gpt_guard.callbacks.attention.embedding import IndexCalls
+    from gpt_guard.callbacks.attention.guard import AttentionCalls
     from gpt_guard.callbacks.base import Guard
     from gpt_guard.callbacks.checkpointing.fingerprint import CheckpointFingerprint
-    from gpt_guard.callbacks.data.data_watch import DataWatch
+    from gpt_guard.callbacks.data.guard import DataWatch
     from gpt_guard.callbacks.distributed.replicas import ReplicaSync
     from gpt_guard.callbacks.finite.guard import FiniteGuard
     from gpt_guard.callbacks.gradients.grad_norm import GradNormMonitor
-    from gpt_guard.callbacks.logged.logged_loss import LoggedLoss
-    from gpt_guard.callbacks.logged.logged_update import LoggedUpdate
+    from gpt_guard.callbacks.logged.guards import LoggedLoss, LoggedUpdate
     from gpt_guard.callbacks.loop_order.guard import LoopOrder
-    from gpt_guard.callbacks.losses.loss_balance import LossBalance, loss_balance
-    from gpt_guard.callbacks.losses.loss_inputs import LossInputs
+    from gpt_guard.callbacks.losses.guard import LossInputs
+    from gpt_guard.callbacks.losses.terms import LossBalance, loss_balance
     from gpt_guard.callbacks.modes.frozen import FreezeInTrain
     from gpt_guard.callbacks.modes.guard import EvalModeAssert
     from gpt_guard.callbacks.precision.autocast import AutocastUse
@@ -76,7 +75,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Action": "records",
-    "AttentionCalls": "callbacks.attention.attention_calls",
+    "AttentionCalls": "callbacks.attention.guard",
     "AutocastUse": "callbacks.precision.autocast",
     "BlindError": "errors",
     "Change": "report.compare",
@@ -86,7 +85,7 @@ _HOME = {
     "CheckpointFingerprint": "callbacks.checkpointing.fingerprint",
     "ConsoleSink": "sinks.console",
     "DataError": "errors",
-    "DataWatch": "callbacks.data.data_watch",
+    "DataWatch": "callbacks.data.guard",
     "EvalModeAssert": "callbacks.modes.guard",
     "Finding": "records",
     "Fingerprint": "checkpoint.fingerprint",
@@ -99,15 +98,15 @@ _HOME = {
     "GuardError": "errors",
     "GuardUsageError": "errors",
     "Guardian": "guardian",
-    "IndexCalls": "callbacks.attention.index_calls",
+    "IndexCalls": "callbacks.attention.embedding",
     "JsonlSink": "sinks.files",
     "LRTracker": "callbacks.schedule.guard",
     "LoadedCheckpoint": "checkpoint",
-    "LoggedLoss": "callbacks.logged.logged_loss",
-    "LoggedUpdate": "callbacks.logged.logged_update",
+    "LoggedLoss": "callbacks.logged.guards",
+    "LoggedUpdate": "callbacks.logged.guards",
     "LoopOrder": "callbacks.loop_order.guard",
-    "LossBalance": "callbacks.losses.loss_balance",
-    "LossInputs": "callbacks.losses.loss_inputs",
+    "LossBalance": "callbacks.losses.terms",
+    "LossInputs": "callbacks.losses.guard",
     "ModeError": "errors",
     "ModelProbe": "callbacks.probes.guard",
     "Moment": "records",
@@ -142,7 +141,7 @@ _HOME = {
     "check_returns": "checks.returns",
     "compare_reports": "report.compare",
     "load_checkpoint": "checkpoint",
-    "loss_balance": "callbacks.losses.loss_balance",
+    "loss_balance": "callbacks.losses.terms",
     "read_report": "report.file",
     "read_run": "report.run_log",
     "replay": "blackbox.again",

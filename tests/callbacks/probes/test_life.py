@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpt_guard.callbacks.attention.attention_calls import AttentionCalls
-from gpt_guard.callbacks.attention.index_calls import IndexCalls
+from gpt_guard.callbacks.attention.embedding import IndexCalls
+from gpt_guard.callbacks.attention.guard import AttentionCalls
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.modes.guard import EvalModeAssert
 from gpt_guard.callbacks.probes.guard import ModelProbe

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from gpt_guard.callbacks.losses.shift import find_shift
+from gpt_guard.callbacks.losses.pairing import find_shift
 from gpt_guard.checks.batches.shift import loss_shifts
 from gpt_guard.checks.batches.stage import BatchesStage, same_batch
 from gpt_guard.checks.runner.base import Subject

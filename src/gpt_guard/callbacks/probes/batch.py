@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gpt_guard.hooks.functions.functions import FunctionCall
+from gpt_guard.hooks.functions.function_calls import FunctionCall
 from gpt_guard.hooks.isolation.rerun import copied
 from gpt_guard.hooks.tensors import walk
 from gpt_guard.records import SourceLine

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gpt_guard.callbacks.attention.attention_masks import HIDDEN
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.modes.dropout import DROPOUT_CALLS, active_dropout, dropout_in_eval
 from gpt_guard.callbacks.probes.batch import Attended, Batch
@@ -25,7 +24,8 @@ from gpt_guard.callbacks.probes.questions import (
 from gpt_guard.callbacks.probes.runner import LOSS_CALLS, OutOfBudget, ProbeRunner
 from gpt_guard.callbacks.settings import check_types, patterns
 from gpt_guard.errors import GuardUsageError
-from gpt_guard.hooks.functions.functions import FunctionCall
+from gpt_guard.hooks.functions.function_calls import FunctionCall
+from gpt_guard.hooks.functions.masks import HIDDEN
 from gpt_guard.hooks.isolation.rerun import marks, not_repeatable, odd
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Observation

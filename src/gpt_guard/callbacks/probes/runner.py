@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpt_guard.callbacks.modes.dropout import DROPOUT_CALLS, DropoutCall, active_dropout
 from gpt_guard.callbacks.probes.batch import Batch
-from gpt_guard.hooks.functions.functions import FunctionCall, FunctionTap
+from gpt_guard.hooks.functions.function_calls import FunctionCall, FunctionCalls
 from gpt_guard.hooks.isolation.rerun import Rerun
 from gpt_guard.hooks.isolation.tolerance import SAME_SHAPE, difference, rounding
 from gpt_guard.hooks.tensors import walk
@@ -72,7 +72,7 @@ class ProbeRunner:
 
     def _call(self, replaced: Mapping[str, Tensor] | None, seed: int) -> ProbeAnswer:
         self._answer = ProbeAnswer({}, [], [])
-        tap = FunctionTap()
+        tap = FunctionCalls()
         tap.listen(LOSS_CALLS, self._loss)
         tap.listen(DROPOUT_CALLS, self._dropout)
         try:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_guard.callbacks.losses.shift import SURE, Shift, find_shift, hits_of
+from gpt_guard.callbacks.losses.pairing import SURE, TargetShift, find_shift, hits_of
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.runner.base import LossFunction
 from gpt_guard.records import Finding
@@ -18,7 +18,7 @@ MANY_ROWS = 64
 
 def not_shifted(
     x: Tensor, y: Tensor, expected: int = 1, ignore_index: int = -100, *, model_known: bool = False
-) -> tuple[Shift, Finding | None]:
+) -> tuple[TargetShift, Finding | None]:
     """What was found, and GG603 where it is not `expected`; with too few targets to tell, neither."""
     found = find_shift(x, y, ignore_index, expected)
     if found.positions == 0 or (found.shift == expected and not found.odd_rows):
@@ -55,7 +55,7 @@ def loss_shifts(loss_fn: LossFunction, vocab_size: int, device: torch.device) ->
     return bool(loss.dim() == 0 and torch.isclose(loss, following, rtol=1e-3) and not torch.isclose(loss, here))
 
 
-def _likely(x: Tensor, y: Tensor, found: Shift, expected: int, ignore_index: int, model_known: bool) -> list[str]:
+def _likely(x: Tensor, y: Tensor, found: TargetShift, expected: int, ignore_index: int, model_known: bool) -> list[str]:
     if found.shift == expected:
         return ["some_rows"]
     if expected == 0:

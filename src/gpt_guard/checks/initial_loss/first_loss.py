@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from gpt_guard.callbacks.losses.first_loss import FirstLoss, loss_parts
+from gpt_guard.callbacks.losses.reduction import FirstLoss, loss_parts
 from gpt_guard.checks.initial_loss.output_layer import output_layer
 from gpt_guard.checks.runner.forward import call
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.callbacks.losses.first_loss import ALLOWED_ABOVE, FirstLoss
+from gpt_guard.callbacks.losses.reduction import ALLOWED_ABOVE, FirstLoss
 from gpt_guard.callbacks.losses.scores import are_probabilities
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.initial_loss.first_loss import cut, first_loss, scale_of_logits

@@ -11,8 +11,7 @@ from gpt_guard.checks.batches.batch_form import bad_batch_shape
 from gpt_guard.checks.batches.labels import hardly_any, supervised
 from gpt_guard.checks.batches.shift import not_shifted
 from gpt_guard.checks.runner.gather import as_ids
-from gpt_guard.checks.token_ids.id_findings import is_integer, not_integers, out_of_range
-from gpt_guard.checks.token_ids.id_stats import id_stats
+from gpt_guard.checks.token_ids.ids import id_stats, is_integer, not_integers, out_of_range
 from gpt_guard.checks.tokenizer.roundtrip import roundtrip
 from gpt_guard.checks.tokenizer.tokenizers import adapt
 from gpt_guard.errors import GuardUsageError

@@ -12,7 +12,7 @@ from gpt_guard.checks.batches.shift import time_first
 from gpt_guard.checks.environment.stage import same_device
 from gpt_guard.checks.runner.base import Subject
 from gpt_guard.checks.runner.forward import call, loss_of
-from gpt_guard.checks.token_ids.id_findings import is_integer, type_name
+from gpt_guard.checks.token_ids.ids import is_integer, type_name
 from gpt_guard.records import Finding, Severity
 
 INDEX_TYPES = (torch.int64, torch.int32)

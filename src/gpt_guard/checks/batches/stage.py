@@ -13,8 +13,7 @@ from gpt_guard.checks.batches.batch_form import bad_batch_shape, bad_device, bad
 from gpt_guard.checks.batches.labels import Batch, end_left_out, hardly_any, loss_ignores, padding_targets, supervised
 from gpt_guard.checks.batches.shift import loss_shifts, not_shifted
 from gpt_guard.checks.runner.base import Stage, Subject
-from gpt_guard.checks.token_ids.id_findings import out_of_range, type_name
-from gpt_guard.checks.token_ids.id_stats import id_stats
+from gpt_guard.checks.token_ids.ids import id_stats, out_of_range, type_name
 from gpt_guard.checks.tokenizer.special import model_rows, special_id
 from gpt_guard.checks.tokenizer.tokenizers import Tokenizer
 from gpt_guard.records import CheckResult, Finding, Severity

@@ -9,17 +9,28 @@ from torch import Tensor
 
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.runner.base import Stage, Subject
-from gpt_guard.checks.token_ids.copies import MAX_OVERLAP, MAX_REPEATED, leaked, part_of, repeated, window_length
-from gpt_guard.checks.token_ids.id_findings import (
+from gpt_guard.checks.token_ids.copies import (
+    COMMON_OVERLAP,
+    MAX_OVERLAP,
+    MAX_REPEATED,
+    overlap,
+    part_of,
+    repetition,
+    sampled,
+    window_length,
+)
+from gpt_guard.checks.token_ids.ids import (
+    IdStats,
     bad_shape,
+    id_stats,
     is_integer,
     not_integers,
     out_of_range,
+    runs,
     too_narrow,
     type_name,
     wrapped,
 )
-from gpt_guard.checks.token_ids.id_stats import IdStats, id_stats, runs
 from gpt_guard.checks.tokenizer.special import RESERVED, model_rows, special_id
 from gpt_guard.records import CheckResult, Finding, Severity
 
@@ -32,7 +43,7 @@ RUN_SHARE = 0.01
 class TokenIdsStage(Stage):
     """Dtype, shape, range, runs, repetition, use of the vocabulary, a decoded sample, overlap between splits.
 
-    `window` is the length, in ids, of the stretches that are compared: by default that of `copies.window_length`.
+    `window` is the length, in ids, of the stretches that are compared; by default it follows from the vocabulary.
     `max_overlap` and `max_repeated` are shares of such windows from which the overlap of splits, and the repetition
     within training, fail.
     """
@@ -76,8 +87,9 @@ class TokenIdsStage(Stage):
         if (n := self._length(ids, subject)) is not None:
             yield self._repetition(name, ids, n)
         if "train" in usable:
-            for other in (other for other in usable if other != "train"):
-                yield self._overlap(other, usable[other], usable["train"], subject)
+            train = usable.pop("train")
+            for other, ids in usable.items():
+                yield self._overlap(other, ids, train, subject)
 
     def _form(self, name: str, ids: Tensor, subject: Subject) -> CheckResult:
         title, block_size = f"{name}: form", subject.block_size
@@ -115,7 +127,7 @@ class TokenIdsStage(Stage):
         if found is not None:
             return self.failed(title, measured, expected, found)
         unnamed = stats.counts[size:].nonzero().flatten() + size if size else stats.counts.new_empty(0)
-        special = {told.id for told in (special_id(subject, "eos"), special_id(subject, "pad")) if told is not None}
+        special = {one.id for one in (special_id(subject, "eos"), special_id(subject, "pad")) if one is not None}
         strange = [index for index in unnamed.tolist() if index not in special]
         if not strange:
             return self.passed(title, measured, expected)
@@ -181,9 +193,17 @@ class TokenIdsStage(Stage):
 
     def _repetition(self, name: str, ids: Tensor, n: int) -> CheckResult:
         title, expected = f"{name}: repetition", f"below {self.max_repeated:.0%} of windows of {n} ids occur again"
-        share, found = repeated(name, ids, n, self.max_repeated)
-        measured = f"{share:.1%}{part_of(ids)}"
-        return self.failed(title, measured, expected, found) if found else self.passed(title, measured, expected)
+        again = repetition(sampled(ids), n)
+        measured = f"{again.share:.1%}{part_of(ids)}"
+        if again.share < self.max_repeated or not again.windows:
+            return self.passed(title, measured, expected)
+        first, second = ids.reshape(-1).tensor_split(2)
+        twice = torch.equal(first, second)
+        rest = "; the second half is the first once more" if twice else ""
+        seen = f"{name}: {again.share:.1%} of the windows of {n} ids occur more than once{rest}"
+        likely = ["appended"] if twice else ["periodic"] if again.share > 0.99 else ["same_document"]
+        found = finding("GG636", seen, likely=likely, evidence=again._asdict(), cause_id=name)
+        return self.failed(title, measured, expected, found)
 
     def _overlap(self, name: str, ids: Tensor, train: Tensor, subject: Subject) -> CheckResult:
         title = f"{name} in train"
@@ -191,11 +211,25 @@ class TokenIdsStage(Stage):
         if n is None:
             return self.skipped(title, f"{name} is too short to tell a copy from chance")
         expected = f"below {self.max_overlap:.0%} of windows of {n} ids"
-        share, found = leaked(name, ids, train, n, self.max_overlap, lambda part: _decoded(part, subject))
-        measured = f"{share:.1%}{part_of(train)}"
-        if found is not None and share >= self.max_overlap:
+        shared = overlap(sampled(ids), sampled(train), n)
+        measured = f"{shared.share:.1%}{part_of(train)}"
+        if shared.share < min(COMMON_OVERLAP, self.max_overlap) or shared.first is None:
+            return self.passed(title, measured, expected)
+        fails = shared.share >= self.max_overlap
+        whole = ["same_file", "rows_split"] if shared.share > 0.98 else ["rows_split", "duplicates"]
+        same = " (the two are equal)" if ids.shape == train.shape and torch.equal(ids.long(), train.long()) else ""
+        text = _decoded(sampled(ids)[shared.first : shared.first + n], subject)
+        found = finding(
+            "GG638",
+            f"{shared.share:.1%} of the windows of {n} ids in {name} occur in train{same}; the first reads {text}",
+            likely=whole if fails else ["boilerplate", "duplicates"],
+            severity=Severity.ERROR if fails else Severity.WARNING,
+            evidence={**shared._asdict(), "window": n},
+            cause_id=name,
+        )
+        if fails:
             return self.failed(title, measured, expected, found)
-        return self.passed(title, measured, expected, notes=[found] if found is not None else [])
+        return self.passed(title, measured, expected, notes=[found])
 
     def _length(self, ids: Tensor, subject: Subject) -> int | None:
         """Ids in a window; None where the split is too short for two of them."""

@@ -14,10 +14,9 @@ from torch import nn
 
 from gpt_guard.checkpoint.fingerprint import tokenizer_digest
 from gpt_guard.checks.runner.base import Subject
-from gpt_guard.checks.tokenizer.invisible import invisible
-from gpt_guard.checks.tokenizer.special import model_rows, special_id, special_ids, token_embedding
-from gpt_guard.checks.tokenizer.stage import TokenizerStage
-from gpt_guard.checks.tokenizer.tokenizers import adapt
+from gpt_guard.checks.tokenizer.stage import TokenizerStage, invisible
+from gpt_guard.checks.tokenizer.tokenizers import adapt, special_ids
+from gpt_guard.checks.tokenizer.vocabulary import model_rows, special_id, token_embedding
 from gpt_guard.records import CheckResult, Severity
 from mini_gpt import MiniGPT, MiniGPTConfig
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.runner.base import Subject
 from gpt_guard.checks.runner.forward import call
-from gpt_guard.checks.tokenizer.special import SpecialId
+from gpt_guard.checks.tokenizer.vocabulary import SpecialId
 from gpt_guard.records import Finding, Severity
 
 Batch = tuple[Tensor, Tensor]

@@ -14,8 +14,8 @@ from gpt_guard.checks.batches.labels import Batch, end_left_out, hardly_any, los
 from gpt_guard.checks.batches.shift import loss_shifts, not_shifted
 from gpt_guard.checks.runner.base import Stage, Subject
 from gpt_guard.checks.token_ids.ids import id_stats, out_of_range, type_name
-from gpt_guard.checks.tokenizer.special import model_rows, special_id
 from gpt_guard.checks.tokenizer.tokenizers import Tokenizer
+from gpt_guard.checks.tokenizer.vocabulary import model_rows, special_id
 from gpt_guard.records import CheckResult, Finding, Severity
 
 DRAWN = 4

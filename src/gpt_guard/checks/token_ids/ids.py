@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpt_guard.catalogue import finding
-from gpt_guard.checks.tokenizer.special import is_character_list
+from gpt_guard.checks.tokenizer.tokenizers import is_character_list
 from gpt_guard.records import Finding
 
 CHUNK = 2**22

@@ -31,7 +31,7 @@ from gpt_guard.checks.token_ids.ids import (
     type_name,
     wrapped,
 )
-from gpt_guard.checks.tokenizer.special import RESERVED, model_rows, special_id
+from gpt_guard.checks.tokenizer.vocabulary import RESERVED, model_rows, special_id
 from gpt_guard.records import CheckResult, Finding, Severity
 
 MIN_RUN = 256

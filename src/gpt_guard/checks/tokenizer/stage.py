@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,10 +19,9 @@ from gpt_guard.checkpoint.fingerprint.record import SHORT, tokenizer_finding
 from gpt_guard.checkpoint.read import take_apart
 from gpt_guard.checkpoint.reporter import Reporter
 from gpt_guard.checks.runner.base import Stage, Subject
-from gpt_guard.checks.tokenizer.invisible import invisible
-from gpt_guard.checks.tokenizer.roundtrip import decode_part, refusal, roundtrip, sample_of, unknown_character
-from gpt_guard.checks.tokenizer.special import RESERVED, is_character_list, model_rows, special_ids
-from gpt_guard.checks.tokenizer.tokenizers import Tokenizer
+from gpt_guard.checks.tokenizer.roundtrip import decode_part, roundtrip, sample_of, unknown_character
+from gpt_guard.checks.tokenizer.tokenizers import Tokenizer, is_character_list, special_ids
+from gpt_guard.checks.tokenizer.vocabulary import RESERVED, model_rows
 from gpt_guard.errors import CheckpointError, GuardUsageError
 from gpt_guard.records import CheckResult, Finding, Severity
 
@@ -30,6 +30,9 @@ SAMPLE = 2000
 """Ids that are decoded and encoded again, and characters of a text: enough to meet every common token."""
 PADDED_TO = 8
 """Vocabularies are rounded up to a multiple of this, or of 64 or 128, so that matrices fit tensor cores."""
+_ZERO_WIDTH = frozenset("\u200b\u200c\u200d\u2060\u180e\u00ad")
+_JOINERS = frozenset("\u200c\u200d")
+"""Arabic, Indic and emoji text needs these two."""
 _CONTENTS = ("chars", "itos", "stoi", "vocab", "vocabulary", "tokenizer")
 _SHA256 = re.compile("[0-9a-f]{64}")
 _SAME = "decode(encode(text)) == text"
@@ -102,12 +105,12 @@ class TokenizerStage(Stage):
         found = invisible(tokenizer.tokens) if is_character_list(tokenizer.tokens) else []
         if not found:
             return self.passed(title, "none")
-        strange = [one for one in found if one.cause is not None]
+        strange = [one for one in found if one.cause]
         listed = ", ".join(map(str, (strange or found)[:ENDS]))
         more = f" and {len(found) - ENDS} more" if len(found) > ENDS else ""
         notes = []
         if strange:
-            causes = [cause for one in strange if (cause := one.cause) is not None]
+            causes = [one.cause for one in strange if one.cause]
             evidence: dict[str, Any] = {"characters": {str(one.id): ascii(one.char) for one in found}}
             notes = [finding("GG623", ", ".join(map(str, strange)), likely=causes, evidence=evidence)]
         return self.passed(title, f"{listed}{more}", notes=notes)
@@ -117,9 +120,13 @@ class TokenizerStage(Stage):
         sample = sample_of(tokenizer, text)
         if sample is None:
             return self.skipped(title, "no text was given that it could be asked with")
-        if not is_character_list(tokenizer.tokens) and (why := refusal(tokenizer, sample[0][:SAMPLE])):
-            return self.passed(title, f"{sample[1]} is refused ({why}), not damaged", _SAME)
-        return self._trip(tokenizer, title, sample[0][:SAMPLE], sample[1])
+        part, what = sample[0][:SAMPLE], sample[1]
+        if not is_character_list(tokenizer.tokens):
+            try:
+                tokenizer.encode(part)
+            except Exception as error:
+                return self.passed(title, f"{what} is refused ({type(error).__name__}), not damaged", _SAME)
+        return self._trip(tokenizer, title, part, what)
 
     def _decoded(self, tokenizer: Tokenizer, subject: Subject) -> CheckResult:
         name, ids = next(iter(subject.data.items()))
@@ -148,10 +155,8 @@ class TokenizerStage(Stage):
 
     def _unknown(self, tokenizer: Tokenizer) -> CheckResult:
         title, expected = "unknown character", "KeyError, bytes, or a token of its own; not silence"
-        answer = unknown_character(tokenizer)
-        if answer.found is None:
-            return self.passed(title, answer.measured, expected)
-        return self.failed(title, answer.measured, expected, answer.found)
+        measured, found = unknown_character(tokenizer)
+        return self.failed(title, measured, expected, found) if found else self.passed(title, measured, expected)
 
     def _model(self, size: int, rows: int, where: str) -> CheckResult:
         title, expected = "against the model", f"at most {rows:,} ids ({where})"
@@ -242,3 +247,46 @@ def _usable(ids: Tensor, tokenizer: Tokenizer) -> list[list[int]]:
     parts = [flat[start : start + part].tolist() for start in starts]
     top = tokenizer.size or max(map(max, parts)) + 1
     return [kept for part_ids in parts if (kept := [i for i in part_ids if 0 <= i < top and i not in special])]
+
+
+class Invisible(NamedTuple):
+    """A character that nobody sees; `cause` is what it most likely comes from, None where it may well be meant."""
+
+    id: int
+    char: str
+    name: str
+    cause: str | None
+
+    def __str__(self) -> str:
+        return f"{self.char!a} {self.name} (id {self.id})"
+
+
+def invisible(tokens: Iterable[str]) -> list[Invisible]:
+    """All tokens of one character that cannot be seen, with their ids, in order; blanks, tabs and newlines left out."""
+    single = [(index, token) for index, token in enumerate(tokens) if len(token) == 1 and token not in " \n\t"]
+    return [Invisible(index, char, *kind) for index, char in single if (kind := _kind(char)) is not None]
+
+
+def _kind(char: str) -> tuple[str, str | None] | None:
+    """Name and cause; None for a character that can be seen."""
+    category = unicodedata.category(char)
+    known: dict[str, tuple[str, str | None]] = {
+        "\r": ("carriage return", "line_ends"),
+        "\ufeff": ("byte order mark", "bom"),
+        "\ufffd": ("replacement character", "damaged"),
+        "\u00a0": ("no-break space", None),
+    }
+    if char in known:
+        return known[char]
+    if char in _ZERO_WIDTH:
+        return unicodedata.name(char, "zero width").lower(), None if char in _JOINERS else "zero_width"
+    if category == "Cf":
+        return unicodedata.name(char, "format character").lower(), "zero_width"
+    if category in ("Cc", "Cs", "Co", "Cn"):
+        # Vertical tab, form feed and the like have no names of their own.
+        return {"Cc": "control character", "Cs": "lone surrogate"}.get(category, "unassigned"), "control"
+    if category in ("Zs", "Zl", "Zp"):
+        return unicodedata.name(char).lower(), None
+    if category in ("Mn", "Me"):
+        return unicodedata.name(char, "combining mark").lower(), None
+    return None

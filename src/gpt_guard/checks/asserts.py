@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gpt_guard.checks.batches.batch_form import bad_batch_shape
-from gpt_guard.checks.batches.labels import hardly_any, supervised
-from gpt_guard.checks.batches.shift import not_shifted
+from gpt_guard.checks.batches.form import bad_batch_shape
+from gpt_guard.checks.batches.targets import hardly_any, not_shifted, supervised
 from gpt_guard.checks.causality.stage import CausalityStage
 from gpt_guard.checks.checkpoint.reload import reload
 from gpt_guard.checks.gradients.backward import Task

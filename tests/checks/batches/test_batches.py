@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gpt_guard.callbacks.losses.shift import find_shift
-from gpt_guard.checks.batches.shift import loss_shifts
 from gpt_guard.checks.batches.stage import BatchesStage, same_batch
+from gpt_guard.checks.batches.targets import loss_shifts
 from gpt_guard.checks.runner.base import Subject
 from gpt_guard.checks.runner.forward import shifts_inside
 from gpt_guard.checks.runner.run import check

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gpt_guard.checks.batches.batch_usable import UNUSABLE, BatchForm, unusable, without_batch
-from gpt_guard.checks.batches.stage import BatchesStage
+from gpt_guard.checks.batches.stage import UNUSABLE, BatchesStage, BatchForm, unusable, without_batch
 from gpt_guard.checks.runner.base import LossFunction, Stage, Subject
 from gpt_guard.checks.runner.derive import complete
 from gpt_guard.checks.runner.gather import gather

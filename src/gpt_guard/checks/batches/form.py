@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gpt_guard.catalogue import finding
-from gpt_guard.checks.batches.shift import time_first
+from gpt_guard.checks.batches.targets import time_first
 from gpt_guard.checks.environment.stage import same_device
 from gpt_guard.checks.runner.base import Subject
 from gpt_guard.checks.runner.forward import call, loss_of

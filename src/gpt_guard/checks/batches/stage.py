@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import groupby, islice, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from gpt_guard.checks.batches.targets import (
 from gpt_guard.checks.runner.base import Need, Stage, Subject
 from gpt_guard.checks.token_ids.ids import id_stats, out_of_range, type_name
 from gpt_guard.checks.tokenizer.tokenizers import Tokenizer
-from gpt_guard.checks.tokenizer.vocabulary import model_rows, special_id
+from gpt_guard.checks.tokenizer.vocabulary import id_limit, special_id, tokens_of
 from gpt_guard.records import CheckResult, Finding, Severity
 
 DRAWN = 4
@@ -92,16 +93,12 @@ class BatchesStage(Stage):
 
     def _range(self, subject: Subject, x: Tensor, y: Tensor, ignore: int, note: Finding | None) -> CheckResult:
         stats = id_stats(x)
-        facts = {} if subject.data else {"token_min": stats.low, "token_max": stats.high}
+        facts: dict[str, Any] = {} if subject.data else {"token_min": stats.low, "token_max": stats.high}
         low, high = id_stats(y)[1:3]
         measured = f"x {stats.low} ... {stats.high}, y {low} ... {high}"
-        tokenizer = subject.tokenizer
-        size = tokenizer.size if tokenizer is not None else 0
-        by_tokenizer = (size, f"the tokenizer has {size} ids") if size else (0, "no id is negative")
-        limit, why = model_rows(subject) or by_tokenizer
+        limit, why = id_limit(subject)
         expected = f"0 ... {limit - 1} ({why}), targets also {ignore}" if limit else f"targets below 0 only {ignore}"
-        tokens = tokenizer.tokens if tokenizer is not None else ()
-        outside = out_of_range("x", x, stats, limit or stats.high + 1, why, tokens)
+        outside = out_of_range("x", x, stats, limit or stats.high + 1, why, tokens_of(subject))
         beyond = too_large(y, limit, why) if limit else None
         return self.line("range", measured, expected, (outside, note, beyond), **facts)
 

@@ -19,7 +19,7 @@ from gpt_guard.catalogue import entry, finding
 from gpt_guard.checkpoint.fingerprint import token_list
 from gpt_guard.checkpoint.read import memory_size, read_payload
 from gpt_guard.checkpoint.reporter import Reporter
-from gpt_guard.checks.runner.base import Stage, Subject
+from gpt_guard.checks.runner.base import Need, Stage, Subject
 from gpt_guard.checks.tokenizer.tokenizers import Tokenizer, adapt
 from gpt_guard.errors import CheckpointError, GuardUsageError
 from gpt_guard.records import CheckResult, Finding
@@ -40,21 +40,17 @@ class FilesStage(Stage):
     number = 2
     name = "files"
     title = "Files"
-
-    def missing(self, subject: Subject) -> str | None:
-        return None if subject.paths else "no files: everything was given as objects"
+    needs = (Need(lambda subject: subject.paths or None, "no files: everything was given as objects"),)
 
     def run(self, subject: Subject) -> Iterator[CheckResult]:
         for kind, path in subject.paths.items():
             if kind in subject.unusable:
-                found = subject.unusable[kind]
-                yield self.failed(kind, f"{path.name}: unusable", EXPECTED, found)
+                yield self.failed(kind, f"{path.name}: unusable", EXPECTED, subject.unusable[kind])
             elif not path.exists():
                 yield self.skipped(kind, f"there is no {path}")
             else:
-                small = _too_small(kind, path, subject)
                 measured = f"{path.name}, {size(path)}{_content(kind, subject)}"
-                yield self.failed(kind, measured, EXPECTED, small) if small else self.passed(kind, measured, EXPECTED)
+                yield self.line(kind, measured, EXPECTED, _too_small(kind, path, subject))
 
 
 class UnusableFile(Exception):

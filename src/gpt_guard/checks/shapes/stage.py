@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.initial_loss.loss_probe import project_loss
-from gpt_guard.checks.runner.base import Stage, Subject
+from gpt_guard.checks.runner.base import VOCABULARY, Need, Stage, Subject
 from gpt_guard.checks.runner.forward import UnknownOutput, call, takes_targets
-from gpt_guard.checks.runner.perturb import probe_ids, vocabulary
+from gpt_guard.checks.runner.perturb import probe_ids
 from gpt_guard.checks.runner.raised import raised
 from gpt_guard.checks.shapes.foreign_device import CannotFollow, stays_behind
 from gpt_guard.hooks.isolation.eval_no_grad import quiet
@@ -28,6 +28,9 @@ _LARGE = 10**10
 _FROM_BATCH = "the length of the batch's rows"
 
 
+MODEL_OR_WHY = Need[nn.Module](lambda subject: subject.model, lambda subject: subject.sources.get("model", "no model"))
+
+
 class ShapesStage(Stage):
     """Logits [B, T, V], the vocabulary, one finite loss, block_size, short rows, and tensors on the wrong device.
 
@@ -37,18 +40,11 @@ class ShapesStage(Stage):
     number = 6
     name = "shapes"
     title = "Forward: shapes, sizes, devices"
-
-    def missing(self, subject: Subject) -> str | None:
-        """A model, and ids to call it with."""
-        if subject.model is None:
-            return subject.sources.get("model", "no model")
-        return "neither a batch nor vocab_size tells which ids the model takes" if vocabulary(subject) is None else None
+    needs = (MODEL_OR_WHY, VOCABULARY)
 
     def run(self, subject: Subject) -> Iterator[CheckResult]:
         """One line per question. An exception in the first forward ends the stage: nothing else can be asked."""
-        model = subject.model
-        if model is None:
-            return
+        model = MODEL_OR_WHY(subject)
         with quiet(model):
             length = _length_that_works(model, subject)
             logits = yield from self._layout(model, subject, length)
@@ -70,24 +66,23 @@ class ShapesStage(Stage):
         try:
             logits = call(model, x).logits
         except UnknownOutput as error:
-            yield self.failed(title, "not found", expected, finding("GG640", str(error), likely=["predictions"]))
+            yield self.line(title, "not found", expected, finding("GG640", str(error), likely=["predictions"]))
             return None
         letters, cause = layout_of(logits, rows, length, subject.vocab_size, widths)
         measured = f"{list(logits.shape)} is {letters}"
         if not cause:
-            yield self.passed(title, f"{measured} for ids {list(x.shape)}", expected)
+            yield self.line(title, f"{measured} for ids {list(x.shape)}", expected)
             return logits
         seen = f"For ids {list(x.shape)} the model returns {list(logits.shape)}, which is {letters}."
-        yield self.failed(title, measured, expected, finding("GG640", seen, likely=[cause]))
+        yield self.line(title, measured, expected, finding("GG640", seen, likely=[cause]))
         return None
 
     def _dtype(self, logits: Tensor) -> CheckResult:
-        name = str(logits.dtype).removeprefix("torch.")
-        if logits.is_floating_point():
-            return self.passed("dtype of the logits", name, "floating point")
-        seen = f"The logits are {name}."
-        cause = "complex" if logits.is_complex() else "argmax"
-        return self.failed("dtype of the logits", name, "floating point", finding("GG646", seen, likely=[cause]))
+        name, found = str(logits.dtype).removeprefix("torch."), None
+        if not logits.is_floating_point():
+            cause = "complex" if logits.is_complex() else "argmax"
+            found = finding("GG646", f"The logits are {name}.", likely=[cause])
+        return self.line("dtype of the logits", name, "floating point", found)
 
     def _vocabulary(self, logits: Tensor, subject: Subject) -> CheckResult:
         title, scores = "vocabulary", logits.size(-1)
@@ -97,16 +92,16 @@ class ShapesStage(Stage):
         if subject.tokenizer is not None and subject.tokenizer.size > 0:
             sizes["the tokenizer"] = subject.tokenizer.size
         if not sizes:
-            return self.passed(title, f"{scores} scores per position", "")
+            return self.line(title, f"{scores} scores per position")
         source, needed = max(sizes.items(), key=lambda item: item[1])
         expected = f"{needed}, by {source}"
         if scores >= needed:
             spare = f", {scores - needed} more than needed" if scores > needed else ""
             padding = " (padding)" if 0 < scores - needed < _PADDED else ""
-            return self.passed(title, f"{scores} scores per position{spare}{padding}", expected)
+            return self.line(title, f"{scores} scores per position{spare}{padding}", expected)
         seen = f"The logits have {scores} scores per position; {needed} ids are in use, by {source}."
         likely = "special" if source == "the tokenizer" and needed - scores < 16 else "config"
-        return self.failed(title, scores, expected, finding("GG641", seen, likely=[likely]))
+        return self.line(title, scores, expected, finding("GG641", seen, likely=[likely]))
 
     def _loss(self, model: nn.Module, subject: Subject, length: int) -> CheckResult | None:
         if subject.inputs is None or (subject.loss_fn is None and not takes_targets(model)):
@@ -119,15 +114,15 @@ class ShapesStage(Stage):
         title, expected = "loss", "one finite number"
         if loss.numel() != 1:
             seen = f"The loss has shape {list(loss.shape)} for targets {list(y.shape)}."
-            return self.failed(title, list(loss.shape), expected, finding("GG642", seen, likely=["unreduced"]))
+            return self.line(title, list(loss.shape), expected, finding("GG642", seen, likely=["unreduced"]))
         if bool(loss.isfinite().all()):
-            return self.passed(title, number(float(loss)), expected)
+            return self.line(title, number(float(loss)), expected)
         if bool((y == subject.ignore_index).all()):
             likely = ["all_ignored"]
         else:
             likely = ["log_of_zero"] if bool(call(model, x).logits.isfinite().all()) else ["logits"]
         seen = f"The loss is {number(float(loss))} before the first step."
-        return self.failed(title, number(float(loss)), expected, finding("GG642", seen, likely=likely))
+        return self.line(title, number(float(loss)), expected, finding("GG642", seen, likely=likely))
 
     def _block_size(self, model: nn.Module, subject: Subject) -> Iterator[CheckResult]:
         """Rows of block_size tokens, and on the CPU of one more."""
@@ -148,13 +143,13 @@ class ShapesStage(Stage):
         except Exception as error:
             refused = raised(error, f"the model called with {size} tokens")
             found = finding("GG643", refused.seen, likely=_too_short(str(error)), where=refused.where)
-            yield self.failed(title, f"{type(error).__name__} at {size} tokens", expected, found)
+            yield self.line(title, f"{type(error).__name__} at {size} tokens", expected, found)
         else:
             if shape[:2] == (rows, size):
-                yield self.passed(title, f"{size} tokens give {size} positions", expected)
+                yield self.line(title, f"{size} tokens give {size} positions", expected)
             else:
                 seen = f"{rows} rows of {size} tokens give logits {list(shape)}."
-                yield self.failed(title, list(shape), expected, finding("GG643", seen, likely=["cropped"]))
+                yield self.line(title, list(shape), expected, finding("GG643", seen, likely=["cropped"]))
         # On an accelerator an index out of range ends the process's use of the device: no exception can be caught.
         if device == "cpu" and source != _FROM_BATCH:
             yield self._beyond(model, probe_ids(subject, rows, size + 1))
@@ -164,10 +159,10 @@ class ShapesStage(Stage):
         try:
             length = call(model, x).logits.shape[1]
         except Exception as error:
-            return self.passed(title, f"refused with {type(error).__name__}", expected)
+            return self.line(title, f"refused with {type(error).__name__}", expected)
         if length == x.size(1):
-            return self.passed(title, "handled: positions have no table of this size", expected)
-        return self.passed(title, f"handled: cropped to {length}", expected)
+            return self.line(title, "handled: positions have no table of this size", expected)
+        return self.line(title, f"handled: cropped to {length}", expected)
 
     def _short(self, model: nn.Module, subject: Subject, length: int) -> CheckResult:
         title = "one row of one token" if subject.causal else "one row"
@@ -177,28 +172,28 @@ class ShapesStage(Stage):
         except Exception as error:
             refused = raised(error, f"the model called with ids {list(x.shape)}")
             found = finding("GG644", refused.seen, likely=_too_rigid(refused.seen), where=refused.where)
-            return self.failed(title, type(error).__name__, "logits [1, T, V]", found)
+            return self.line(title, type(error).__name__, "logits [1, T, V]", found)
         right = logits.dim() == 3 and logits.shape[:2] == x.shape
         if right and bool(logits.isfinite().all()):
-            return self.passed(title, list(logits.shape), "logits [1, T, V], finite")
+            return self.line(title, list(logits.shape), "logits [1, T, V], finite")
         seen = f"For ids {list(x.shape)} the logits are {list(logits.shape)}{', and not finite' if right else ''}."
         longer = logits.dim() == 3 and logits.size(1) > x.size(1)
         found = finding("GG644", seen, likely=["statistics" if right else "fixed_length" if longer else "squeezed"])
-        return self.failed(title, list(logits.shape), "logits [1, T, V], finite", found)
+        return self.line(title, list(logits.shape), "logits [1, T, V], finite", found)
 
     def _device(self, model: nn.Module, x: Tensor) -> CheckResult:
         title, expected = "tensors made inside", "on the input's device"
         own = {parameter.device.type for parameter in model.parameters()}
         if own - {"cpu"}:
-            return self.passed(title, f"forward ran on {', '.join(sorted(own))}", expected)
+            return self.line(title, f"forward ran on {', '.join(sorted(own))}", expected)
         try:
             found = stays_behind(model, x)
         except CannotFollow as error:
             return self.skipped(title, f"not asked: forward cannot be followed without computing ({error})")
         if found is None:
-            return self.passed(title, "all move with the model", expected)
+            return self.line(title, "all move with the model", expected)
         # A note: on the CPU, where this model is, nothing is wrong yet.
-        return self.passed(title, "some stay on the CPU", expected, notes=[found])
+        return self.line(title, "some stay on the CPU", expected, found)
 
 
 def layout_of(logits: Tensor, rows: int, length: int, vocab: int | None, widths: set[int]) -> tuple[str, str]:

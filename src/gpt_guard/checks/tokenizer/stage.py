@@ -18,7 +18,7 @@ from gpt_guard.checkpoint.fingerprint import Difference, file_digest, token_list
 from gpt_guard.checkpoint.fingerprint.record import SHORT, tokenizer_finding
 from gpt_guard.checkpoint.read import take_apart
 from gpt_guard.checkpoint.reporter import Reporter
-from gpt_guard.checks.runner.base import Stage, Subject
+from gpt_guard.checks.runner.base import Need, Stage, Subject
 from gpt_guard.checks.tokenizer.roundtrip import decode_part, roundtrip, sample_of, unknown_character
 from gpt_guard.checks.tokenizer.tokenizers import Tokenizer, is_character_list, special_ids
 from gpt_guard.checks.tokenizer.vocabulary import RESERVED, model_rows
@@ -38,21 +38,22 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 _SAME = "decode(encode(text)) == text"
 
 
+TOKENIZER = Need[Tokenizer](
+    lambda subject: subject.tokenizer,
+    lambda subject: "its file cannot be used" if "tokenizer" in subject.unusable else "no tokenizer was given",
+)
+
+
 class TokenizerStage(Stage):
     """Size, duplicates, both ends, round trips, unknown and invisible characters, the model's and checkpoint's own."""
 
     number = 3
     name = "tokenizer"
     title = "Tokenizer"
-
-    def missing(self, subject: Subject) -> str | None:
-        if subject.tokenizer is not None:
-            return None
-        return "its file cannot be used" if "tokenizer" in subject.unusable else "no tokenizer was given"
+    needs = (TOKENIZER,)
 
     def run(self, subject: Subject) -> Iterator[CheckResult]:
-        tokenizer = subject.tokenizer
-        assert tokenizer is not None, "the runner asks missing() first"
+        tokenizer = TOKENIZER(subject)
         yield self._size(tokenizer)
         if tokenizer.tokens:
             yield self._distinct(tokenizer.tokens)
@@ -69,18 +70,18 @@ class TokenizerStage(Stage):
     def _size(self, tokenizer: Tokenizer) -> CheckResult:
         title, expected = "size", "2 tokens or more"
         if tokenizer.size >= 2:
-            return self.passed(title, f"{tokenizer.size:,} tokens", expected, tokenizer_size=tokenizer.size)
+            return self.line(title, f"{tokenizer.size:,} tokens", expected, tokenizer_size=tokenizer.size)
         if not tokenizer.tokens and tokenizer.size == 0:
             return self.skipped(title, f"a {type(tokenizer.raw).__name__} does not tell how many tokens it has")
         seen = f"the vocabulary has {tokenizer.size} tokens: {tokenizer.tokens!r}"
         found = finding("GG625", seen, likely=["empty_text"], evidence={"size": tokenizer.size})
-        return self.failed(title, f"{tokenizer.size} tokens", expected, found, tokenizer_size=tokenizer.size)
+        return self.line(title, f"{tokenizer.size} tokens", expected, found, tokenizer_size=tokenizer.size)
 
     def _distinct(self, tokens: Sequence[str]) -> CheckResult:
         title, expected = "distinct", "each token once"
         twice = [token for token, count in Counter(tokens).items() if count > 1]
         if not twice:
-            return self.passed(title, f"{len(tokens):,} different tokens", expected)
+            return self.line(title, f"{len(tokens):,} different tokens", expected)
         places = {token: [i for i, other in enumerate(tokens) if other == token] for token in twice[:ENDS]}
         listed = "; ".join(f"{token!r} at ids {', '.join(map(str, ids[:ENDS]))}" for token, ids in places.items())
         more = f" and {len(twice) - ENDS} more" if len(twice) > ENDS else ""
@@ -91,20 +92,20 @@ class TokenizerStage(Stage):
             likely=["special" if special else "list"],
             evidence={"duplicates": {ascii(token): ids for token, ids in places.items()}},
         )
-        return self.failed(title, f"{len(tokens) - len(twice):,} of {len(tokens):,} tokens", expected, found)
+        return self.line(title, f"{len(tokens) - len(twice):,} of {len(tokens):,} tokens", expected, found)
 
     def _ends(self, tokens: Sequence[str]) -> CheckResult:
         # Escaped: the two ends are where blanks, marks and letters that look like others stand.
         first = ", ".join(ascii(token[:20]) for token in tokens[:ENDS])
         last = ", ".join(ascii(token[:20]) for token in tokens[-ENDS:])
-        return self.passed("both ends", first if len(tokens) <= ENDS else f"{first} ... {last}")
+        return self.line("both ends", first if len(tokens) <= ENDS else f"{first} ... {last}")
 
     def _invisible(self, tokenizer: Tokenizer) -> CheckResult:
         title = "invisible characters"
         # Byte-level tables spell each byte as a character: those are bytes, not characters of a text.
         found = invisible(tokenizer.tokens) if is_character_list(tokenizer.tokens) else []
         if not found:
-            return self.passed(title, "none")
+            return self.line(title, "none")
         strange = [one for one in found if one.cause]
         listed = ", ".join(map(str, (strange or found)[:ENDS]))
         more = f" and {len(found) - ENDS} more" if len(found) > ENDS else ""
@@ -113,7 +114,7 @@ class TokenizerStage(Stage):
             causes = [one.cause for one in strange if one.cause]
             evidence: dict[str, Any] = {"characters": {str(one.id): ascii(one.char) for one in found}}
             notes = [finding("GG623", ", ".join(map(str, strange)), likely=causes, evidence=evidence)]
-        return self.passed(title, f"{listed}{more}", notes=notes)
+        return self.line(title, f"{listed}{more}", "", notes)
 
     def _sample(self, tokenizer: Tokenizer, text: str | None) -> CheckResult:
         title = "round trip"
@@ -125,7 +126,7 @@ class TokenizerStage(Stage):
             try:
                 tokenizer.encode(part)
             except Exception as error:
-                return self.passed(title, f"{what} is refused ({type(error).__name__}), not damaged", _SAME)
+                return self.line(title, f"{what} is refused ({type(error).__name__}), not damaged", _SAME)
         return self._trip(tokenizer, title, part, what)
 
     def _decoded(self, tokenizer: Tokenizer, subject: Subject) -> CheckResult:
@@ -141,22 +142,22 @@ class TokenizerStage(Stage):
         except Exception as error:  # the user's own code may raise anything
             seen = f"decoding {count} ids of {name}: {type(error).__name__}: {str(error)[:200]}"
             found = finding("GG621", seen, likely=["raised", "tables"], evidence={"ids": parts[0][:20]})
-            return self.failed(title, type(error).__name__, _SAME, found)
+            return self.line(title, type(error).__name__, _SAME, found)
         # One at a time: where two parts meet they would make words that the text does not have.
         return max((self._trip(tokenizer, title, text, what) for text in texts), key=_worst)
 
     def _trip(self, tokenizer: Tokenizer, title: str, text: str, what: str) -> CheckResult:
         found = roundtrip(tokenizer, text, what)
+        measured = "another text comes back"
         if found is None:
-            return self.passed(title, f"unchanged ({what})", _SAME)
-        if found.severity is Severity.INFO:
-            return self.passed(title, f"{what}: changed only as this tokenizer does by design", _SAME, notes=[found])
-        return self.failed(title, "another text comes back", _SAME, found)
+            measured = f"unchanged ({what})"
+        elif found.severity is Severity.INFO:
+            measured = f"{what}: changed only as this tokenizer does by design"
+        return self.line(title, measured, _SAME, found)
 
     def _unknown(self, tokenizer: Tokenizer) -> CheckResult:
-        title, expected = "unknown character", "KeyError, bytes, or a token of its own; not silence"
         measured, found = unknown_character(tokenizer)
-        return self.failed(title, measured, expected, found) if found else self.passed(title, measured, expected)
+        return self.line("unknown character", measured, "KeyError, bytes, or a token of its own; not silence", found)
 
     def _model(self, size: int, rows: int, where: str) -> CheckResult:
         title, expected = "against the model", f"at most {rows:,} ids ({where})"
@@ -164,13 +165,13 @@ class TokenizerStage(Stage):
             seen = f"the tokenizer has {size} ids, but {where}: ids {rows} ... {size - 1} have no row"
             likely = ["off_by_one", "added"] if size == rows + 1 else ["hard_coded", "added"]
             found = finding("GG624", seen, likely=likely, evidence={"tokenizer": size, "model": rows})
-            return self.failed(title, f"{size:,} ids", expected, found)
+            return self.line(title, f"{size:,} ids", expected, found)
         notes: list[Finding] = []
         if rows % PADDED_TO and rows - size > RESERVED:
             seen = f"the tokenizer has {size} ids, and {where}: {rows - size} rows belong to no token"
             notes = [finding("GG626", seen, evidence={"tokenizer": size, "model": rows})]
         unused = f", {rows - size} rows unused" if rows > size else ""
-        return self.passed(title, f"{size:,} ids{unused}", expected, notes=notes)
+        return self.line(title, f"{size:,} ids{unused}", expected, notes)
 
     def _checkpoint(self, tokenizer: Tokenizer, subject: Subject) -> CheckResult:
         title = "fingerprint"
@@ -182,14 +183,14 @@ class TokenizerStage(Stage):
         tokens = list(tokenizer.tokens) or None
         if theirs is None:
             known = "no checkpoint" if subject.payload is None else "a checkpoint that carries none"
-            return self.passed(title, f"{ours[:SHORT]}, to compare with {known}", tokenizer_fingerprint=ours)
+            return self.line(title, f"{ours[:SHORT]}, to compare with {known}", tokenizer_fingerprint=ours)
         expected = f"{theirs[:SHORT]}, as in the checkpoint"
         if theirs in _digests(ours, tokens, subject) or (chars is not None and chars == tokens):
-            return self.passed(title, ours[:SHORT], expected, tokenizer_fingerprint=ours)
+            return self.line(title, ours[:SHORT], expected, tokenizer_fingerprint=ours)
         where = f"the checkpoint {subject.paths['checkpoint']}" if "checkpoint" in subject.paths else "the checkpoint"
         difference = Difference(part="tokenizer", ours=ours, theirs=theirs)
         found = tokenizer_finding(difference, where, chars, tokens)
-        return self.failed(title, ours[:SHORT], expected, found, tokenizer_fingerprint=ours)
+        return self.line(title, ours[:SHORT], expected, found, tokenizer_fingerprint=ours)
 
 
 def recorded(subject: Subject) -> tuple[str | None, list[str] | None]:

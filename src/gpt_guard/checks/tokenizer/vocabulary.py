@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
@@ -67,17 +67,27 @@ def model_rows(subject: Subject) -> tuple[int, str] | None:
     return min(sizes, default=None)
 
 
+def tokens_of(subject: Subject) -> Sequence[str]:
+    """The tokens in order of id; none where there is no tokenizer, or it shows none."""
+    return subject.tokenizer.tokens if subject.tokenizer is not None else ()
+
+
+def id_limit(subject: Subject) -> tuple[int, str]:
+    """The first id that is too large, and why: by the model, else by the tokenizer; 0 where neither tells."""
+    size = subject.tokenizer.size if subject.tokenizer is not None else 0
+    return model_rows(subject) or ((size, f"the tokenizer has {size} ids") if size else (0, "no id is negative"))
+
+
 def _candidates(subject: Subject, kind: Literal["eos", "pad"]) -> Iterable[SpecialId]:
-    name = f"{kind}_token_id"
+    entry = f"{kind}_token_id"
     if subject.tokenizer is not None:
-        own = _ids(getattr(subject.tokenizer.raw, name, None))
-        yield from (SpecialId(index, f"the tokenizer's {name}", True) for index in own)
-        for token in NAMES[kind]:
-            if token in subject.tokenizer.tokens:
-                yield SpecialId(subject.tokenizer.tokens.index(token), f"the token {token}", True)
+        own = _ids(getattr(subject.tokenizer.raw, entry, None))
+        yield from (SpecialId(index, f"the tokenizer's {entry}", True) for index in own)
+        tokens = subject.tokenizer.tokens
+        yield from (SpecialId(tokens.index(name), f"the token {name}", True) for name in NAMES[kind] if name in tokens)
     config = subject.config
-    value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-    yield from (SpecialId(index, f"config.{name}", False) for index in _ids(value))
+    value = config.get(entry) if isinstance(config, Mapping) else getattr(config, entry, None)
+    yield from (SpecialId(index, f"config.{entry}", False) for index in _ids(value))
     table = token_embedding(subject.model)
     if kind == "pad" and table is not None and table[1].padding_idx is not None:
         yield SpecialId(int(table[1].padding_idx), f"padding_idx of {table[0]}", False)
@@ -87,7 +97,7 @@ def _plausible(index: int, subject: Subject) -> bool:
     # Config classes have defaults (2, 50256) that mean nothing where the vocabulary is one's own.
     if index < 0 or (subject.vocab_size is not None and index >= subject.vocab_size):
         return False
-    tokens = subject.tokenizer.tokens if subject.tokenizer is not None else ()
+    tokens = tokens_of(subject)
     return index >= len(tokens) or len(tokens[index]) != 1
 
 

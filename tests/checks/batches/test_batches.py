@@ -21,6 +21,8 @@ from gpt_guard.checks.tokenizer.tokenizers import adapt
 from gpt_guard.records import CheckResult, Severity
 from mini_gpt import MiniGPT, MiniGPTConfig
 
+from ..results import assert_caught, by_title, failed
+
 B, T = 8, 16
 CHARS = [chr(97 + index) for index in range(24)]
 TOKENS = [*CHARS, "<pad>", "<eos>"]
@@ -113,11 +115,7 @@ def plain_loss(logits: Tensor, y: Tensor) -> Tensor:
 def lines(batch: Any = None, model: Any = MiniGPT, **given: Any) -> dict[str, CheckResult]:
     built = model(CONFIG) if isinstance(model, type) else model
     report = check(built, batch=batch, **{"tokenizer": TOKENS, "only": ["batches"], **given})
-    return {result.title: result for result in report.checks}
-
-
-def failed(results: dict[str, CheckResult]) -> dict[str, str]:
-    return {title: r.findings[0].code for title, r in results.items() if r.status == "failed"}
+    return by_title(report.checks)
 
 
 X, Y = rows()
@@ -263,12 +261,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str, str, str]] = {
 
 @pytest.mark.parametrize(("given", "title", "code", "cause"), BROKEN.values(), ids=BROKEN.keys())
 def test_planted_bugs_are_caught_where_they_are(given: dict[str, Any], title: str, code: str, cause: str) -> None:
-    results = lines(**given)
-    assert failed(results) == {title: code}
-    found = results[title].findings[0]
-    assert cause in found.causes[0]
-    assert found.severity is Severity.ERROR
-    assert results[title].expected
+    assert_caught(lines(**given), title, code, cause)
 
 
 @pytest.mark.parametrize(("shift", "said"), [(0, "0 (100.0%"), (2, "2 (100.0%"), (-1, "-1 (100.0%")])

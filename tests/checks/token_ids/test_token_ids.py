@@ -18,6 +18,8 @@ from gpt_guard.checks.tokenizer.tokenizers import adapt
 from gpt_guard.records import CheckResult, Severity
 from mini_gpt import MiniGPT, MiniGPTConfig
 
+from ..results import assert_caught, by_title, failed
+
 CHARS = [chr(65 + index) for index in range(60)]
 V = len(CHARS)
 
@@ -31,12 +33,7 @@ def text(count: int = 6000, seed: int = 1, vocab_size: int = V) -> Tensor:
 
 def lines(stage: TokenIdsStage | None = None, **given: Any) -> dict[str, CheckResult]:
     defaults: dict[str, Any] = {"tokenizer": adapt(CHARS), "vocab_size": V, "block_size": 16}
-    results = (stage or TokenIdsStage()).run(Subject(**{**defaults, **given}))
-    return {result.title: result for result in results}
-
-
-def failed(results: dict[str, CheckResult]) -> dict[str, str]:
-    return {title: r.findings[0].code for title, r in results.items() if r.status == "failed"}
+    return by_title((stage or TokenIdsStage()).run(Subject(**{**defaults, **given})))
 
 
 BPE: dict[str, Any] = {"tokenizer": None, "vocab_size": 50304, "block_size": 16}
@@ -188,12 +185,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str, str, str]] = {
 
 @pytest.mark.parametrize(("given", "title", "code", "cause"), BROKEN.values(), ids=BROKEN.keys())
 def test_planted_bugs_are_caught_where_they_are(given: dict[str, Any], title: str, code: str, cause: str) -> None:
-    results = lines(**given)
-    assert failed(results) == {title: code}
-    found = results[title].findings[0]
-    assert cause in found.causes[0]
-    assert found.severity is Severity.ERROR
-    assert results[title].expected
+    assert_caught(lines(**given), title, code, cause)
 
 
 def test_the_first_bad_id_and_its_place_are_named() -> None:

@@ -194,7 +194,7 @@ class BatchesStage(Stage):
         return self.line(title, measured, expected, found)
 
 
-class BatchForm(BatchesStage):
+class BatchFormStage(BatchesStage):
     """The stage as far as those lines."""
 
     def run(self, subject: Subject) -> Iterator[CheckResult]:

@@ -102,14 +102,9 @@ class EnvironmentStage(Stage):
 
 def accelerators() -> list[str]:
     """The accelerators that torch can use here, best first, with their names."""
-    found = []
-    if torch.cuda.is_available():
-        found += [f"cuda:{index} {torch.cuda.get_device_name(index)}" for index in range(torch.cuda.device_count())]
-    if torch.backends.mps.is_available():
-        found.append("mps")
-    if hasattr(torch, "xpu") and torch.xpu.is_available():
-        found.append("xpu")
-    return found
+    count = torch.cuda.device_count() if _sees("cuda") else 0
+    found = [f"cuda:{index} {torch.cuda.get_device_name(index)}" for index in range(count)]
+    return [*found, *(kind for kind in ("mps", "xpu") if _sees(kind))]
 
 
 def best_device() -> torch.device:
@@ -120,12 +115,7 @@ def best_device() -> torch.device:
 
 def unusable_device(device: torch.device) -> str:
     """Why a device cannot be used, in words; empty if it can."""
-    available = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "xpu": hasattr(torch, "xpu") and torch.xpu.is_available(),
-    }
-    if not available.get(device.type, True):
+    if not _sees(device.type):
         return f"this torch ({torch.__version__}) sees no {device.type} device"
     if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
         return f"there are only {torch.cuda.device_count()} CUDA devices"
@@ -155,6 +145,12 @@ def usable_cores() -> float:
 def torch_version() -> tuple[int, ...]:
     """Major and minor version of torch, as numbers."""
     return tuple(int(part) for part in str(torch.__version__).split(".")[:2])
+
+
+def _sees(kind: str) -> bool:
+    """True where torch can use devices of this type; those that this package does not know are believed."""
+    homes = {"cuda": torch.cuda, "mps": torch.backends.mps, "xpu": torch.xpu}
+    return kind not in homes or bool(homes[kind].is_available())
 
 
 def _on(flag: bool) -> str:

@@ -78,13 +78,13 @@ def check_returns(
     arguments = Arguments(fn, names or {})
     gamma = _factor(arguments, "gamma", gamma, GAMMA)
     lam = (LAM if arguments.has("lam") else 1.0) if lam is None else lam
-    asked = _Asked(arguments, gamma, lam)
-    computed, findings = asked.computed(kind)
+    trials = _Trials(arguments, gamma, lam)
+    computed, findings = trials.computed(kind)
     facts: dict[str, Any] = {"computes": [each for each in computed if each is not None]}
     if not findings:
-        findings = asked.mistakes(computed)
-    notes = _cannot_tell(arguments) if asked.bootstraps else []
-    facts["results"] = asked.results
+        findings = trials.mistakes(computed)
+    notes = _cannot_tell(arguments) if trials.bootstraps else []
+    facts["results"] = trials.results
     failed = any(each.severity is Severity.ERROR for each in findings)
     return CheckResult(
         stage="returns",
@@ -97,7 +97,7 @@ def check_returns(
     )
 
 
-class _Asked:
+class _Trials:
     """A function and what it gave for each episode."""
 
     def __init__(self, arguments: Arguments, gamma: float, lam: float) -> None:
@@ -105,20 +105,20 @@ class _Asked:
         self.gamma = gamma
         self.lam = lam
         self.results: dict[str, Any] = {}
-        self._way: Way | None = None
+        self._form: CallForm | None = None
 
     @property
     def bootstraps(self) -> bool:
         """Whether it is told a value of what follows the last step."""
-        return self.arguments.has("next_values", "last_value") or (self._way is not None and self._way.tail)
+        return self.arguments.has("next_values", "last_value") or (self._form is not None and self._form.tail)
 
     @property
     def _takes_values(self) -> bool:
         return self.arguments.has("values", "next_values", "last_value")
 
-    def run(self, episode: Episode, way: Way) -> list[list[float]]:
+    def run(self, episode: Episode, form: CallForm) -> list[list[float]]:
         """What it gives, each series of numbers."""
-        found = self.arguments.run(episode, self.gamma, self.lam, way)
+        found = self.arguments.run(episode, self.gamma, self.lam, form)
         self.results[episode.name] = found
         return found
 
@@ -134,11 +134,11 @@ class _Asked:
         """What each of the results is, seen on an episode without an end; findings where none is anything."""
         # Told no values, a function can compute returns, and a target is the reward itself.
         kinds = (kind,) if kind is not None else KINDS if self._takes_values else ("returns",)
-        ran: tuple[Way, list[list[float]]] | None = None
+        ran: tuple[CallForm, list[list[float]]] | None = None
         failed: Exception | None = None
-        for way in self.arguments.ways():
+        for form in self.arguments.forms():
             try:
-                results = self.run(PLAIN, way)
+                results = self.run(PLAIN, form)
             # The function is the user's own, and raises what it will about a form that it does not take.
             except Exception as error:
                 failed = failed or error
@@ -147,16 +147,16 @@ class _Asked:
                 next((each for each in kinds if _near(result, self.expected(each, PLAIN))), None) for result in results
             ]
             if any(computed):
-                self._way = way
+                self._form = form
                 return computed, []
-            ran = ran or (way, results)
+            ran = ran or (form, results)
         if ran is None:
             raise GuardUsageError(
                 f"{self.arguments.title} could not be run on {PLAIN.name}, as tensors [T], [T, 1] or [1, T], lists or "
                 f"arrays: {type(failed).__name__}: {failed}"
             ) from failed
-        self._way = ran[0]
-        return [], [self._unknown(self.run(PLAIN, self._way)[0], kinds)]
+        self._form = ran[0]
+        return [], [self._unknown(self.run(PLAIN, self._form)[0], kinds)]
 
     def _unknown(self, result: list[float], kinds: Sequence[Kind]) -> Finding:
         wanted = {kind: self.expected(kind, PLAIN) for kind in kinds}
@@ -181,9 +181,9 @@ class _Asked:
     def mistakes(self, computed: Sequence[Kind | None]) -> list[Finding]:
         """The mistakes that its results show, each once."""
         found: dict[str, Finding] = {}
-        assert self._way is not None, "computed() was asked first"
+        assert self._form is not None, "computed() was asked first"
         for episode, candidates in self._episodes():
-            results = self.run(episode, self._way)
+            results = self.run(episode, self._form)
             for kind, result in zip(computed, results, strict=False):
                 if kind is None or _near(result, wanted := self.expected(kind, episode)):
                     continue
@@ -221,7 +221,7 @@ class _Asked:
         return finding("GG617", f"{seen}.", likely=[cause], where=where, evidence=evidence, cause_id=cause)
 
 
-class Way(NamedTuple):
+class CallForm(NamedTuple):
     """How series are given: what makes one of a list, whether flags are numbers, whether values are `[T + 1]`."""
 
     convert: Callable[[list[Any]], Any]
@@ -282,7 +282,7 @@ class Arguments:
         """Whether it is told where episodes end."""
         return self.has("dones", "masks", "terminated", "starts")
 
-    def ways(self) -> Iterator[Way]:
+    def forms(self) -> Iterator[CallForm]:
         """The forms in which the series may be given: tensors `[T]` first, then with a batch dimension, lists, arrays.
 
         Where nothing but `values` can tell what follows the last step, these are `[T]` first, and then `[T + 1]`.
@@ -291,28 +291,28 @@ class Arguments:
         for tail in (False, True) if alone else (False,):
             for convert in (_tensor, _column, _row, list, _array):
                 for flag in (float, bool):
-                    yield Way(convert, flag, tail)
+                    yield CallForm(convert, flag, tail)
 
-    def run(self, episode: Episode, gamma: float, lam: float, way: Way) -> list[list[float]]:
+    def run(self, episode: Episode, gamma: float, lam: float, form: CallForm) -> list[list[float]]:
         """Call the function on an episode: each series in what it returns, one number for each step.
 
         Raises whatever the function raises, and GuardUsageError where no series has a number for each step.
         """
-        found = list(_series(self.function(**self._given(episode, gamma, lam, way))))
+        found = list(_series(self.function(**self._given(episode, gamma, lam, form))))
         steps = len(episode.rewards)
         if not any(len(each) in (steps, steps + 1) for each in found):
             raise GuardUsageError(f"it returned series of {[len(each) for each in found]} numbers for {steps} steps")
         return [each[:steps] for each in found if len(each) in (steps, steps + 1)]
 
-    def _given(self, episode: Episode, gamma: float, lam: float, way: Way) -> dict[str, Any]:
-        flag = way.flag
+    def _given(self, episode: Episode, gamma: float, lam: float, form: CallForm) -> dict[str, Any]:
+        flag = form.flag
         ends = [flag(each) for each in episode.ended]
         starts = [flag(True), *ends[:-1]]
         if self.has("last_done") and not self.has("starts"):
             ends = [flag(False), *ends[:-1]]
         series: dict[str, list[Any]] = {
             "rewards": list(episode.rewards),
-            "values": [*episode.values, episode.next_values[-1]] if way.tail else list(episode.values),
+            "values": [*episode.values, episode.next_values[-1]] if form.tail else list(episode.values),
             "next_values": list(episode.next_values),
             "dones": ends,
             "masks": [flag(not each) for each in episode.ended],
@@ -322,8 +322,8 @@ class Arguments:
             "starts": starts,
         }
         single = {"last_value": float(episode.next_values[-1]), "last_done": flag(episode.ended[-1])}
-        given = {role: way.convert(each) for role, each in series.items()}
-        given |= {role: _last(way.convert([each])) for role, each in single.items()}
+        given = {role: form.convert(each) for role, each in series.items()}
+        given |= {role: _last(form.convert([each])) for role, each in single.items()}
         given |= {"gamma": gamma, "lam": lam}
         return {parameter.name: given[role] for role, parameter in self.by_role.items()}
 

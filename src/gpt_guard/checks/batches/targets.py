@@ -129,25 +129,28 @@ def padding_targets(x: Tensor, y: Tensor, pad: SpecialId, eos: SpecialId | None,
     return is_pad & (right | left)
 
 
-def loss_ignores(subject: Subject, x: Tensor, y: Tensor, where: Tensor, shift: int) -> bool:
-    """True where the project's own loss is the mean without these places rather than with them.
+def own_loss(subject: Subject, x: Tensor, y: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Logits and the project's own loss, by `loss_fn` or by the model; None for what there is not.
 
-    Runs one forward in eval mode, without gradient; without a loss of the model's or `loss_fn` it is False.
+    One forward in eval mode, without gradient. A call that fails is for the stages that ask how the model is called.
     """
-    model = subject.model
-    if model is None or subject.inputs is None:
-        return False
-    device = subject.inputs[0].device
-    x, y, where = x.to(device), y.to(device), where.to(device)
-    model.eval()
+    if subject.model is None:
+        return None, None
+    subject.model.eval()
     try:
         with torch.no_grad():
-            logits, loss = call(model, x, y)
-            if subject.loss_fn is not None:
-                loss = subject.loss_fn(logits, y)
-    except Exception:  # a call that fails is for the stages that ask how the model is called
-        return False
-    if loss is None or loss.dim() or logits.shape[:2] != y.shape:
+            logits, loss = call(subject.model, x, y)
+            return logits, loss if subject.loss_fn is None else subject.loss_fn(logits, y)
+    except Exception:
+        return None, None
+
+
+def loss_ignores(subject: Subject, x: Tensor, y: Tensor, where: Tensor, shift: int) -> bool:
+    """True where the project's own loss is the mean without these places rather than with them."""
+    device = subject.inputs[0].device if subject.inputs is not None else x.device
+    y, where = y.to(device), where.to(device)
+    logits, loss = own_loss(subject, x.to(device), y)
+    if logits is None or loss is None or loss.dim() or logits.shape[:2] != y.shape:
         return False
     y = y.masked_fill(y == subject.ignore_index, _IGNORED)
     with_them, without = (_mean(logits, targets, shift) for targets in (y, y.masked_fill(where, _IGNORED)))

@@ -158,7 +158,7 @@ def assert_causal(
     """
     subject, stage = _subject(model, x, vocab_size=vocab_size, block_size=block_size, seed=seed), CausalityStage()
     complete(subject)
-    _ask(subject, stage, stage.causal(subject, trained=trained), NotCausal)
+    _ask(stage, subject, NotCausal, stage.causal(subject, trained=trained))
 
 
 def assert_batch_independent(
@@ -175,7 +175,7 @@ def assert_batch_independent(
     """
     subject, stage = _subject(model, x, vocab_size=vocab_size, block_size=block_size, seed=seed), CausalityStage()
     complete(subject)
-    _ask(subject, stage, stage.independence(subject), RowsNotIndependent)
+    _ask(stage, subject, RowsNotIndependent, stage.independence(subject))
 
 
 def assert_initial_loss(
@@ -195,8 +195,7 @@ def assert_initial_loss(
     """
     subject = _subject(model, x, y, loss_fn=loss_fn, ignore_index=ignore_index, causal=causal, seed=seed)
     complete(subject)
-    stage = InitialLossStage()
-    _ask(subject, stage, stage.run(subject), InitialLossWrong)
+    _ask(InitialLossStage(), subject, InitialLossWrong)
 
 
 def assert_eval_deterministic(model: nn.Module, x: Tensor, *, seed: int = 42) -> None:
@@ -204,9 +203,9 @@ def assert_eval_deterministic(model: nn.Module, x: Tensor, *, seed: int = 42) ->
 
     The model is bit-identical afterwards, modes included. Raises GuardUsageError where nothing could be asked.
     """
-    subject, stage = _subject(model, x, seed=seed), ValidationStage()
+    subject = _subject(model, x, seed=seed)
     complete(subject)
-    _ask(subject, stage, stage.run(subject), EvalNotDeterministic)
+    _ask(ValidationStage(), subject, EvalNotDeterministic)
 
 
 def assert_gradients_reach_all(
@@ -226,8 +225,7 @@ def assert_gradients_reach_all(
     CheckFailed with a finding for each cause.
     """
     fields = {"loss_fn": loss_fn, "vocab_size": vocab_size, "ignore_index": ignore_index, "seed": seed}
-    subject, stage = _subject(model, x, y, **fields), GradientsStage()
-    _ask(subject, stage, stage.run(subject), whole=True)
+    _ask(GradientsStage(), _subject(model, x, y, **fields), whole=True)
 
 
 def assert_step_changes_parameters(
@@ -248,8 +246,7 @@ def assert_step_changes_parameters(
     cause.
     """
     fields = {"loss_fn": loss_fn, "vocab_size": vocab_size, "ignore_index": ignore_index, "seed": seed}
-    subject, stage = _subject(model, x, y, optimizer=optimizer, **fields), OptimizerStage()
-    _ask(subject, stage, stage.run(subject), whole=True)
+    _ask(OptimizerStage(), _subject(model, x, y, optimizer=optimizer, **fields), whole=True)
 
 
 def assert_overfits(
@@ -353,19 +350,19 @@ def _subject(model: nn.Module, x: Tensor | None, y: Tensor | None = None, **fiel
 
 
 def _ask(
-    subject: Subject,
     stage: Stage,
-    lines: Iterable[CheckResult],
-    error: Callable[[Iterable[Finding]], CheckFailed] = CheckFailed,
+    subject: Subject,
+    error: type[CheckFailed] = CheckFailed,
+    lines: Iterable[CheckResult] | None = None,
     *,
     whole: bool = False,
 ) -> None:
-    """Raise for the first line that fails, or with `whole` for all of them, each cause once."""
+    """Raise for the first of a stage's lines that fails, or with `whole` for all of them, each cause once."""
     if why := stage.missing(subject):
         raise GuardUsageError(f"{stage.title} cannot be asked: {why}")
     results: list[CheckResult] = []
     with _put_back(subject.model, subject.batch or (), subject.seed, subject.optimizer):
-        for line in lines:
+        for line in stage.run(subject) if lines is None else lines:
             results.append(line)
             if line.status == "failed" and not whole:
                 break

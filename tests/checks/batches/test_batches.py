@@ -264,10 +264,10 @@ def test_planted_bugs_are_caught_where_they_are(given: dict[str, Any], title: st
     assert_caught(lines(**given), title, code, cause)
 
 
-@pytest.mark.parametrize(("shift", "said"), [(0, "0 (100.0%"), (2, "2 (100.0%"), (-1, "-1 (100.0%")])
-def test_the_shift_that_was_found_is_said(shift: int, said: str) -> None:
+@pytest.mark.parametrize(("shift", "words"), [(0, "0 (100.0%"), (2, "2 (100.0%"), (-1, "-1 (100.0%")])
+def test_the_shift_that_was_found_is_said(shift: int, words: str) -> None:
     result = lines((X, rows(shift)[1]))["shift"]
-    assert result.measured.startswith(said)
+    assert result.measured.startswith(words)
     assert result.expected == "1"
     assert result.facts == {"shift": shift}
     assert lines((X, OTHER))["shift"].measured.startswith("none fits")

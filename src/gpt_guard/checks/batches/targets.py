@@ -72,7 +72,7 @@ def loss_shifts(loss_fn: LossFunction, vocab_size: int, device: torch.device) ->
     try:
         with torch.no_grad():
             loss = loss_fn(logits, y).float()
-    except Exception:  # it may want other shapes; then its shift cannot be told like this
+    except Exception:  # it may want other shapes; then its shift cannot be seen like this
         return False
     here = F.cross_entropy(logits.flatten(0, 1), y.flatten())
     following = F.cross_entropy(logits[:, :-1].flatten(0, 1), y[:, 1:].flatten())

@@ -109,7 +109,7 @@ class _Trials:
 
     @property
     def bootstraps(self) -> bool:
-        """Whether it is told a value of what follows the last step."""
+        """Whether it takes a value of what follows the last step."""
         return self.arguments.has("next_values", "last_value") or (self._form is not None and self._form.tail)
 
     @property
@@ -279,7 +279,7 @@ class Arguments:
 
     @property
     def knows_ends(self) -> bool:
-        """Whether it is told where episodes end."""
+        """Whether it takes where episodes end."""
         return self.has("dones", "masks", "terminated", "starts")
 
     def forms(self) -> Iterator[CallForm]:
@@ -369,7 +369,7 @@ def _title(function: Any) -> str:
 
 
 def _cannot_tell(arguments: Arguments) -> list[Finding]:
-    """A function that is told of ends in one word cannot treat the two kinds of ends as they must be."""
+    """A function with one flag for all ends cannot treat the two kinds of ends as they must be."""
     if not arguments.has("dones", "masks", "starts") or arguments.has("terminated", "truncated"):
         return []
     seen = (

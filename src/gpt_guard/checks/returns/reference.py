@@ -130,6 +130,6 @@ def _masks(episode: Episode, mistake: str) -> tuple[list[int], list[int]]:
 
 
 def without_values(episode: Episode) -> Episode:
-    """The same for a function that is told no values at all: it cannot bootstrap, and counts 0."""
+    """The same for a function that takes no values at all: it cannot bootstrap, and counts 0."""
     zeros = (0.0,) * len(episode.rewards)
     return replace(episode, values=zeros, next_values=zeros)

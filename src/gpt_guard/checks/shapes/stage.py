@@ -199,7 +199,7 @@ class ShapesStage(Stage):
 def layout_of(logits: Tensor, rows: int, length: int, vocab: int | None, widths: set[int]) -> tuple[str, str]:
     """The layout in letters ("[B, V, T]"), and the cause key of GG640; the cause is empty where it is [B, T, V].
 
-    Told from sizes that differ; `widths` are the model's own widths, which a missing head would leave. Without `vocab`
+    Read off sizes that differ; `widths` are the model's own widths, which a missing head would leave. Without `vocab`
     whatever stands in the last place is taken for it.
     """
     shape = tuple(logits.shape)

@@ -23,7 +23,7 @@ SMALL_VOCABULARY = 512
 MAX_OVERLAP = 0.2
 """Nested and repeated pages make up to 0.18 in Python's own documentation; a split gone wrong makes 0.5 to 1."""
 COMMON_OVERLAP = 0.04
-"""What Lee et al. 2022 found in the validation sets of standard corpora; more is said, though it fails nothing."""
+"""What Lee et al. 2022 found in the validation sets of standard corpora; more is a warning."""
 MAX_REPEATED = 0.5
 """Python's documentation repeats 0.35 of itself; data that was written twice repeats all."""
 MAX_IDS = 3 * 2**22

@@ -21,7 +21,7 @@ RESERVED = 4
 
 
 class SpecialId(NamedTuple):
-    """An id and who said so; `declared` is False where it may be no more than a default of a config class."""
+    """An id and where it was found; `declared` is False where it may be no more than a default of a config class."""
 
     id: int
     source: str
@@ -102,7 +102,7 @@ def _plausible(index: int, subject: Subject) -> bool:
 
 
 def _ids(value: Any) -> list[int]:
-    """One id or a list of them; None where nothing is told."""
+    """One id or a list of them as a list; empty for None."""
     return [] if value is None else list(integers(value if isinstance(value, (list, tuple)) else [value]))
 
 

@@ -84,7 +84,7 @@ def sample_of(tokenizer: Tokenizer, text: str | None) -> tuple[str, str] | None:
     and no text: it is asked with decoded data.
     """
     if not is_character_list(tokenizer.tokens):
-        # Only for a list of characters is a character outside of it unknown; bytes and merges encode more than they list.
+        # Only in a list of characters is every other character unknown; bytes and merges encode more than they list.
         return None if text is None else (text, "the text")
     characters = [token for token in tokenizer.tokens if len(token) == 1]
     if text is None:

@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from gpt_guard.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
     from gpt_guard.checkpoint.cache import cached, stamp_cache, verify_cache
     from gpt_guard.checkpoint.fingerprint import Fingerprint, tokenizer_digest
-    from gpt_guard.checks.asserts.checkpoint import assert_checkpoint_roundtrip
-    from gpt_guard.checks.asserts.data import assert_ids_in_range, assert_roundtrip, assert_shifted
-    from gpt_guard.checks.asserts.failed import CheckFailed
-    from gpt_guard.checks.asserts.model import (
+    from gpt_guard.checks.asserts import (
+        CheckFailed,
         assert_batch_independent,
         assert_causal,
+        assert_checkpoint_roundtrip,
         assert_eval_deterministic,
-        assert_initial_loss,
-    )
-    from gpt_guard.checks.asserts.returns import assert_returns
-    from gpt_guard.checks.asserts.training import (
         assert_gradients_reach_all,
+        assert_ids_in_range,
+        assert_initial_loss,
         assert_overfits,
+        assert_returns,
+        assert_roundtrip,
+        assert_shifted,
         assert_step_changes_parameters,
     )
     from gpt_guard.checks.returns import check_returns
@@ -79,7 +79,7 @@ _HOME = {
     "AutocastUse": "callbacks.precision.autocast",
     "BlindError": "errors",
     "Change": "report.compare",
-    "CheckFailed": "checks.asserts.failed",
+    "CheckFailed": "checks.asserts",
     "CheckResult": "records",
     "CheckpointError": "errors",
     "CheckpointFingerprint": "callbacks.checkpointing.fingerprint",
@@ -124,18 +124,18 @@ _HOME = {
     "Sink": "sinks.base",
     "TiedWeights": "callbacks.updates.tied",
     "UpdateError": "errors",
-    "assert_batch_independent": "checks.asserts.model",
-    "assert_causal": "checks.asserts.model",
-    "assert_checkpoint_roundtrip": "checks.asserts.checkpoint",
-    "assert_eval_deterministic": "checks.asserts.model",
-    "assert_gradients_reach_all": "checks.asserts.training",
-    "assert_ids_in_range": "checks.asserts.data",
-    "assert_initial_loss": "checks.asserts.model",
-    "assert_overfits": "checks.asserts.training",
-    "assert_returns": "checks.asserts.returns",
-    "assert_roundtrip": "checks.asserts.data",
-    "assert_shifted": "checks.asserts.data",
-    "assert_step_changes_parameters": "checks.asserts.training",
+    "assert_batch_independent": "checks.asserts",
+    "assert_causal": "checks.asserts",
+    "assert_checkpoint_roundtrip": "checks.asserts",
+    "assert_eval_deterministic": "checks.asserts",
+    "assert_gradients_reach_all": "checks.asserts",
+    "assert_ids_in_range": "checks.asserts",
+    "assert_initial_loss": "checks.asserts",
+    "assert_overfits": "checks.asserts",
+    "assert_returns": "checks.asserts",
+    "assert_roundtrip": "checks.asserts",
+    "assert_shifted": "checks.asserts",
+    "assert_step_changes_parameters": "checks.asserts",
     "cached": "checkpoint.cache",
     "check": "checks.runner.run",
     "check_returns": "checks.returns",

@@ -231,7 +231,7 @@ def padding_counts(grid: Grid, record: CallRecord, inputs: Any) -> Iterator[Call
 def _looks_padded(grid: Grid) -> Iterator[CallIssue]:
     """Rows that end in one id, over stretches of several lengths, in targets and inputs alike; nothing declares it."""
     last = grid.targets[:, -1]
-    runs = _run((grid.targets == last[:, None]) & (grid.ids == last[:, None]))
+    runs = trailing_run((grid.targets == last[:, None]) & (grid.ids == last[:, None]))
     lengths = runs.sum(1)
     ends = last[lengths > 0]
     if not ends.numel() or int(ends[0]) == _IGNORED or len(ends.unique()) > 1 or len(lengths.unique()) < _LENGTHS:
@@ -250,8 +250,8 @@ def _paddings(ids: Tensor, record: CallRecord, inputs: Any) -> Iterator[tuple[Te
     declared = {each.padding for each in record.embedded if each.padding is not None}
     for padding in declared:
         is_padding = ids == padding
-        right = _run(is_padding)
-        left = _run(is_padding.flip(1)).flip(1)
+        right = trailing_run(is_padding)
+        left = trailing_run(is_padding.flip(1)).flip(1)
         # Where padding is the end of sequence too, its first one is no padding.
         yield (right & right.roll(1, 1)) | left, f"padding_idx={padding}"
     for position, tensor in walk(inputs):
@@ -261,7 +261,7 @@ def _paddings(ids: Tensor, record: CallRecord, inputs: Any) -> Iterator[tuple[Te
                 yield mask == 0, "the attention mask"
 
 
-def _run(same: Tensor) -> Tensor:
+def trailing_run(same: Tensor) -> Tensor:
     """Where a run of at least MIN_PADDING reaches the right border."""
     run = same.flip(1).long().cumprod(1).flip(1).to(torch.bool)
     return run & (run.sum(1, keepdim=True) >= MIN_PADDING)

@@ -7,7 +7,7 @@ from torch import Tensor
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.initial_loss.loss_forms import Form
 from gpt_guard.checks.runner.base import Subject
-from gpt_guard.checks.tokenizer.special import special_id
+from gpt_guard.checks.tokenizer.vocabulary import special_id
 from gpt_guard.records import Finding, Severity
 
 _FLATTENED = ("targets_transposed", "logits_transposed", "viewed")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gpt_guard.checkpoint.fingerprint import unwrap
 from gpt_guard.checks.runner.base import Subject
 from gpt_guard.checks.runner.forward import shifts_inside
-from gpt_guard.checks.tokenizer.special import model_rows
+from gpt_guard.checks.tokenizer.vocabulary import model_rows
 from gpt_guard.hooks.isolation.preserve import preserved
 
 VOCAB_NAMES = ("vocab_size", "n_vocab", "vocabulary_size", "num_tokens", "n_tokens", "padded_vocab_size")

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from gpt_guard.catalogue import finding
-from gpt_guard.checks.batches.shift import time_first
+from gpt_guard.checks.batches.targets import own_loss, time_first
 from gpt_guard.checks.environment.stage import same_device
 from gpt_guard.checks.runner.base import Subject
-from gpt_guard.checks.runner.forward import call, loss_of
-from gpt_guard.checks.token_ids.id_findings import is_integer, type_name
+from gpt_guard.checks.runner.forward import loss_of
+from gpt_guard.checks.token_ids.ids import is_integer, type_name
 from gpt_guard.records import Finding, Severity
 
 INDEX_TYPES = (torch.int64, torch.int32)
@@ -78,15 +78,14 @@ def bad_device(subject: Subject, x: Tensor, y: Tensor) -> Finding | None:
     wanted = first.device if first is not None else x.device
     devices = {"x": str(x.device), "y": str(y.device), "model": str(wanted)}
     seen = ", ".join(f"{name} is on {device}" for name, device in devices.items())
-    evidence: dict[str, Any] = {**devices}
+    likely, severity = "other_device", Severity.INFO if x.device.type == "cpu" else Severity.ERROR
     if "meta" in (x.device.type, y.device.type) and wanted.type != "meta":
-        return finding("GG602", seen, likely=["meta"], evidence=evidence)
-    if not same_device(x.device, y.device):
-        return finding("GG602", seen, likely=["one_part"], evidence=evidence)
-    if same_device(x.device, wanted):
+        likely, severity = "meta", Severity.ERROR
+    elif not same_device(x.device, y.device):
+        likely, severity = "one_part", Severity.ERROR
+    elif same_device(x.device, wanted):
         return None
-    severity = Severity.INFO if x.device.type == "cpu" else Severity.ERROR
-    return finding("GG602", seen, likely=["other_device"], severity=severity, evidence=evidence)
+    return finding("GG602", seen, likely=[likely], severity=severity, evidence=devices)
 
 
 def ignored_index(subject: Subject, x: Tensor, y: Tensor) -> tuple[int, Finding | None]:
@@ -102,10 +101,10 @@ def ignored_index(subject: Subject, x: Tensor, y: Tensor) -> tuple[int, Finding 
     seen = f"y holds {', '.join(map(str, strange[:5]))} ({int((y < 0).sum())} of {y.numel()} targets are negative)"
     fields: dict[str, Any] = {"evidence": {"negative": strange[:20], "ignore_index": subject.ignore_index}}
     if len(negative) == 1:
-        answer = subject.inputs is not None and subject.inputs[0].device.type == "cpu" and _has_loss(subject)
-        if answer and _takes(subject):
+        can_be_asked = subject.inputs is not None and subject.inputs[0].device.type == "cpu" and _has_loss(subject)
+        if can_be_asked and _takes(subject):
             return int(strange[0]), None
-        if not answer and strange[0] in (-1, -100):
+        if not can_be_asked and strange[0] in (-1, -100):
             seen += f"; whether your loss ignores {strange[0]} cannot be seen from here"
             note = finding("GG604", seen, likely=["ignore_index"], severity=Severity.WARNING, **fields)
             return int(strange[0]), note
@@ -127,16 +126,10 @@ def too_large(y: Tensor, limit: int, why: str) -> Finding | None:
 
 def _has_loss(subject: Subject) -> bool:
     """True where the project's own loss can be called: `loss_fn`, or a model that returns one."""
-    if subject.loss_fn is not None and subject.model is not None:
-        return True
     if subject.model is None or subject.inputs is None:
         return False
     x = subject.inputs[0].long()
-    try:
-        with torch.no_grad():
-            return call(subject.model, x, x).loss is not None
-    except Exception:  # how the model is called is asked by the stages for it
-        return False
+    return subject.loss_fn is not None or own_loss(subject, x, x)[1] is not None
 
 
 def _takes(subject: Subject) -> bool:

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpt_guard.blackbox.again import replay
+    from gpt_guard.blackbox.replay import replay
     from gpt_guard.callbacks.attention.attention_calls import AttentionCalls
     from gpt_guard.callbacks.attention.index_calls import IndexCalls
     from gpt_guard.callbacks.base import Guard
@@ -145,7 +145,7 @@ _HOME = {
     "loss_balance": "callbacks.losses.loss_balance",
     "read_report": "report.file",
     "read_run": "report.run_log",
-    "replay": "blackbox.again",
+    "replay": "blackbox.replay",
     "save_checkpoint": "checkpoint",
     "stages": "runtime.data_stages",
     "stamp_cache": "checkpoint.cache",

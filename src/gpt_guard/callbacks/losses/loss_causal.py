@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gpt_guard.callbacks.data.inputs import InputNames
-from gpt_guard.hooks.isolation.tolerance import difference, rounding
+from gpt_guard.hooks.isolation.compare import difference, rounding
 from gpt_guard.hooks.tensors import walk
 from gpt_guard.hooks.watch import Watch
 

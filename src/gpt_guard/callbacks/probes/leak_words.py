@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from gpt_guard.hooks.isolation.traces import Blame
+from gpt_guard.hooks.isolation.compare import FirstDifference
 
 _SMALL = 1e-2
 """A change by the future below this share of one by the past is what gets past a mask; without one they are alike."""
@@ -20,7 +20,9 @@ Pairs = Iterable[tuple[int, int]]
 """A position and the later one that it reads."""
 
 
-def likely_future(model: nn.Module, blame: Blame | None, pairs: Pairs, share: float, length: int) -> list[str]:
+def likely_future(
+    model: nn.Module, blame: FirstDifference | None, pairs: Pairs, share: float, length: int
+) -> list[str]:
     """Cause keys of GG660, the likeliest first: from who reads whom, and how much by the past's share."""
     seen = list(pairs)
     farthest = max((source - reader for reader, source in seen), default=0)
@@ -62,7 +64,7 @@ def _future_by_kind(module: nn.Module) -> list[str]:
     return []
 
 
-def likely_rows(model: nn.Module, blame: Blame | None, how: str) -> list[str]:
+def likely_rows(model: nn.Module, blame: FirstDifference | None, how: str) -> list[str]:
     """Cause keys of GG661, the likeliest first. `how` is "moved" where only the place of a row made the difference."""
     if how == "moved":
         return ["row_index", "capacity"] if not _routes(blame) else ["capacity", "row_index"]
@@ -83,7 +85,7 @@ def likely_rows(model: nn.Module, blame: Blame | None, how: str) -> list[str]:
     return ["norm_over_batch", "reshape"]
 
 
-def _routes(blame: Blame | None) -> bool:
+def _routes(blame: FirstDifference | None) -> bool:
     return blame is not None and is_router(blame.module)
 
 

@@ -12,8 +12,7 @@ from gpt_guard.callbacks.probes.leak_words import distances, is_router, likely_f
 from gpt_guard.callbacks.probes.probe_ask import Answer, Asker, by_place
 from gpt_guard.callbacks.probes.probe_batch import Attended, Shift
 from gpt_guard.catalogue import finding
-from gpt_guard.hooks.isolation.tolerance import difference
-from gpt_guard.hooks.isolation.traces import Blame, at_positions, first_difference, traced
+from gpt_guard.hooks.isolation.compare import FirstDifference, at_positions, difference, first_difference, traced
 from gpt_guard.records import Finding, Moment, Severity
 from gpt_guard.records.render import number
 
@@ -100,7 +99,7 @@ def _leak(asker: Asker, one: Tensor, other: Tensor, valid: Tensor, source: int) 
     )
 
 
-def _blame(asker: Asker, shift: Shift, ids: Tensor, changed: Tensor, source: int) -> Blame | None:
+def _blame(asker: Asker, shift: Shift, ids: Tensor, changed: Tensor, source: int) -> FirstDifference | None:
     model = asker.watch.model
     one = traced(model, lambda: asker.ask(regardless=True))
     other = traced(model, lambda: asker.ask({shift.position: changed}, regardless=True))
@@ -108,7 +107,7 @@ def _blame(asker: Asker, shift: Shift, ids: Tensor, changed: Tensor, source: int
     return first_difference(model, one, other, at_positions(rows, length, slice(0, source)))
 
 
-def _finding(asker: Asker, shift: Shift, leak: Leak, blame: Blame | None) -> Finding:
+def _finding(asker: Asker, shift: Shift, leak: Leak, blame: FirstDifference | None) -> Finding:
     watch = asker.watch
     length = shift.valid.size(shift.time)
     pairs = [(reader, leak.source) for reader in leak.readers]
@@ -140,7 +139,7 @@ def _finding(asker: Asker, shift: Shift, leak: Leak, blame: Blame | None) -> Fin
     )
 
 
-def _made_by(blame: Blame, call: Attended) -> bool:
+def _made_by(blame: FirstDifference, call: Attended) -> bool:
     """Whether the call is in the blamed module's own code, or in one of torch's layers that it is made of."""
     torchs = type(blame.module).__module__.startswith("torch.")
     return call.path == blame.path or (torchs and call.path.startswith(f"{blame.path}."))

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from gpt_guard.callbacks.probes.leak_words import likely_rows
 from gpt_guard.callbacks.probes.probe_ask import Answer, Asker, by_place, by_row
 from gpt_guard.catalogue import finding
-from gpt_guard.hooks.isolation.tolerance import difference
-from gpt_guard.hooks.isolation.traces import Blame, at_row, first_difference, traced
+from gpt_guard.hooks.isolation.compare import FirstDifference, at_row, difference, first_difference, traced
 from gpt_guard.hooks.tensors import walk
 from gpt_guard.records import Finding, Moment, Severity
 from gpt_guard.records.render import number
@@ -160,7 +159,7 @@ def recurrent_findings(asker: Asker, first: Answer) -> Iterator[Finding]:
             return
 
 
-def _blame(asker: Asker, mixed: Mixed, count: int, length: int) -> tuple[Blame | None, bool]:
+def _blame(asker: Asker, mixed: Mixed, count: int, length: int) -> tuple[FirstDifference | None, bool]:
     """Which module mixed the rows, and whether any was given them as one sequence: `[1, B, C]` or `[B, 1, C]`.
 
     Sentences of a document are rows of that kind.
@@ -174,7 +173,13 @@ def _blame(asker: Asker, mixed: Mixed, count: int, length: int) -> tuple[Blame |
 
 
 def _finding(
-    asker: Asker, mixed: Mixed, blame: Blame | None, count: int, *, reshaped: bool = False, joined: bool = False
+    asker: Asker,
+    mixed: Mixed,
+    blame: FirstDifference | None,
+    count: int,
+    *,
+    reshaped: bool = False,
+    joined: bool = False,
 ) -> Finding:
     watch = asker.watch
     likely = likely_rows(watch.model, blame, "others")

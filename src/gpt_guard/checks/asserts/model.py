@@ -13,8 +13,7 @@ from gpt_guard.checks.runner.base import LossFunction, Stage, Subject
 from gpt_guard.checks.runner.derive import complete
 from gpt_guard.checks.validation.stage import ValidationStage
 from gpt_guard.errors import GuardUsageError
-from gpt_guard.hooks.isolation.preserve import preserved
-from gpt_guard.hooks.isolation.random_state import seed_all
+from gpt_guard.hooks.isolation.preserve import preserved, seed_all
 from gpt_guard.records import CheckResult
 
 

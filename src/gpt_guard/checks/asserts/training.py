@@ -20,8 +20,7 @@ from gpt_guard.checks.overfit.stage import learn
 from gpt_guard.checks.runner.base import LossFunction, Stage, Subject
 from gpt_guard.checks.runner.forward import shifts_inside
 from gpt_guard.errors import GuardUsageError
-from gpt_guard.hooks.isolation.preserve import preserved
-from gpt_guard.hooks.isolation.random_state import seed_all
+from gpt_guard.hooks.isolation.preserve import preserved, seed_all
 
 
 def assert_gradients_reach_all(

@@ -16,7 +16,7 @@ from gpt_guard.checks.runner.raised import raised
 from gpt_guard.checks.shapes.block_size import block_size_lines
 from gpt_guard.checks.shapes.foreign_device import Elsewhere, run_elsewhere
 from gpt_guard.checks.shapes.logit_shape import distinct_sizes, layout_of, widths_of
-from gpt_guard.hooks.isolation.eval_no_grad import quiet
+from gpt_guard.hooks.isolation.preserve import quiet
 from gpt_guard.records import CheckResult, Finding
 from gpt_guard.records.render import number
 

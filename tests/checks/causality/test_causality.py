@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from gpt_guard.checks.runner.perturb import other_ids
 from gpt_guard.checks.runner.report import PreflightReport
 from gpt_guard.checks.runner.run import check
-from gpt_guard.hooks.isolation.tolerance import difference
+from gpt_guard.hooks.isolation.compare import difference
 
 from ..small_gpt import GPT, Attention, C, Convolution, Recurrent, T, V, batch
 from ..variants import HEALTHY, Encoder, asked, masked_batch

@@ -12,8 +12,8 @@ from gpt_guard import catalogue
 from gpt_guard.callbacks.probes.findings import distances, likely_future
 from gpt_guard.checks.causality.leaks import Pairs, Suffix, change_suffix, leak_pairs, leaking_module
 from gpt_guard.checks.runner.perturb import Forward, repeatable, widened
-from gpt_guard.hooks.isolation.eval_no_grad import quiet
-from gpt_guard.hooks.isolation.traces import Blame
+from gpt_guard.hooks.isolation.compare import FirstDifference
+from gpt_guard.hooks.isolation.preserve import quiet
 from gpt_guard.records import Finding
 
 _SOFT = 1e-3
@@ -23,7 +23,7 @@ _SOFT = 1e-3
 class Leaked(NamedTuple):
     """What is known of a leak; `blame` and `seen` may be empty where it is too small for the model's precision."""
 
-    blame: Blame | None
+    blame: FirstDifference | None
     seen: Pairs
     likely: list[str]
     length: int

@@ -10,9 +10,15 @@ from torch import Tensor, nn
 
 from gpt_guard.checks.runner.forward import call
 from gpt_guard.checks.runner.perturb import Forward, other_ids
-from gpt_guard.hooks.isolation.eval_no_grad import quiet
-from gpt_guard.hooks.isolation.tolerance import difference, rounding
-from gpt_guard.hooks.isolation.traces import Blame, at_positions, first_difference, traced
+from gpt_guard.hooks.isolation.compare import (
+    FirstDifference,
+    at_positions,
+    difference,
+    first_difference,
+    rounding,
+    traced,
+)
+from gpt_guard.hooks.isolation.preserve import quiet
 
 SEEDS = 3
 _OFFSETS_FROM = 24
@@ -89,7 +95,7 @@ def leak_pairs(forward: Forward, x: Tensor, vocab: int, seed: int) -> Pairs:
     return Pairs(frozenset(found), future / past if past else 1.0)
 
 
-def leaking_module(model: nn.Module, forward: Forward, found: Suffix) -> Blame | None:
+def leaking_module(model: nn.Module, forward: Forward, found: Suffix) -> FirstDifference | None:
     """The module whose output first changed at positions before the new suffix."""
     if found.inputs is None:
         return None

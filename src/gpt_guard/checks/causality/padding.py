@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gpt_guard.checkpoint.fingerprint import unwrap
 from gpt_guard.checks.runner.perturb import repeatable
-from gpt_guard.hooks.isolation.tolerance import across_shapes, difference
+from gpt_guard.hooks.isolation.compare import across_shapes, difference
 
 _MASK = "attention_mask"
 """The argument that says by 1 which tokens are real (Hugging Face); others exist in either sense: none is guessed."""

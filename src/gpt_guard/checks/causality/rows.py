@@ -8,8 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from gpt_guard.checks.runner.perturb import Forward, other_ids
-from gpt_guard.hooks.isolation.tolerance import across_shapes, difference, rounding
-from gpt_guard.hooks.isolation.traces import Blame, at_row, everything, first_difference, traced
+from gpt_guard.hooks.isolation.compare import (
+    FirstDifference,
+    across_shapes,
+    at_row,
+    difference,
+    everything,
+    first_difference,
+    rounding,
+    traced,
+)
 
 
 class Rows(NamedTuple):
@@ -70,7 +78,7 @@ def readers(forward: Forward, x: Tensor, vocab: int, seed: int) -> dict[int, lis
     return found
 
 
-def leaking_module(model: nn.Module, forward: Forward, found: Rows) -> Blame | None:
+def leaking_module(model: nn.Module, forward: Forward, found: Rows) -> FirstDifference | None:
     """The module whose output first changed for the row that did not change itself."""
     if found.inputs is None:
         return None

@@ -11,8 +11,7 @@ from gpt_guard.checks.initial_loss.output_layer import output_layer
 from gpt_guard.checks.runner.base import LossFunction, Subject
 from gpt_guard.checks.runner.forward import call
 from gpt_guard.checks.runner.perturb import Forward, probe_ids, repeatable
-from gpt_guard.hooks.isolation.preserve import preserved
-from gpt_guard.hooks.isolation.random_state import seed_all
+from gpt_guard.hooks.isolation.preserve import preserved, seed_all
 
 _ROWS, _LENGTH, _SETS = 3, 7, 3
 _FLAT, _LOUD, _SHARP = 0.5, 2.0, 10.0

@@ -18,7 +18,7 @@ from gpt_guard.checks.initial_loss.loss_probe import form_of_loss, project_loss
 from gpt_guard.checks.runner.base import Stage, Subject
 from gpt_guard.checks.runner.forward import call, takes_targets
 from gpt_guard.checks.runner.perturb import probe_ids
-from gpt_guard.hooks.isolation.eval_no_grad import quiet
+from gpt_guard.hooks.isolation.preserve import quiet
 from gpt_guard.records import CheckResult
 from gpt_guard.records.render import number
 

@@ -16,8 +16,7 @@ from gpt_guard.checks.overfit.memorise import Curve, memorise
 from gpt_guard.checks.overfit.overfit_verdict import Goal, goal, reached, slow, verdict
 from gpt_guard.checks.overfit.seed_model import Learner, cut, learner
 from gpt_guard.checks.runner.base import Stage, Subject
-from gpt_guard.hooks.isolation.preserve import preserved
-from gpt_guard.hooks.isolation.random_state import seed_all
+from gpt_guard.hooks.isolation.preserve import preserved, seed_all
 from gpt_guard.records import CheckResult, Finding
 from gpt_guard.records.render import number
 

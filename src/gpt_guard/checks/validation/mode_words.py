@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from gpt_guard.callbacks.modes.sensitive import sensitive_modules
-from gpt_guard.hooks.isolation.traces import Blame
+from gpt_guard.hooks.isolation.compare import FirstDifference
 
 _KERNEL = 1e-4
 """A difference below this share of the logits' size comes from the order of additions, not from dropout."""
@@ -18,7 +18,7 @@ _DROPOUT = frozenset({"dropout", "dropout1d", "dropout2d", "alpha_dropout", "sca
 _REGISTRIES = frozenset(vars(nn.Module()))
 
 
-def likely_noise(blame: Blame | None, *, random: bool, hidden: bool, share: float) -> list[str]:
+def likely_noise(blame: FirstDifference | None, *, random: bool, hidden: bool, share: float) -> list[str]:
     """Cause keys of GG663, the likeliest first. `random`: with the same seed two passes do agree."""
     if not random:
         return ["kernel", "state"] if share < _KERNEL else ["state"]
@@ -33,7 +33,7 @@ def likely_noise(blame: Blame | None, *, random: bool, hidden: bool, share: floa
     return ["functional", "noise"]
 
 
-def _in_forward(blame: Blame | None) -> frozenset[str]:
+def _in_forward(blame: FirstDifference | None) -> frozenset[str]:
     forward = getattr(type(blame.module), "forward", None) if blame is not None else None
     return frozenset(_in_code(forward.__code__)) if isinstance(forward, FunctionType) else frozenset()
 

@@ -13,9 +13,15 @@ from gpt_guard.catalogue import finding
 from gpt_guard.checks.runner.base import Stage, Subject
 from gpt_guard.checks.runner.perturb import other_ids, probe_ids, repeatable, vocabulary
 from gpt_guard.checks.validation.mode_words import asks_for_mode, likely_noise, unregistered_modules
-from gpt_guard.hooks.isolation.eval_no_grad import quiet
-from gpt_guard.hooks.isolation.tolerance import difference, rounding
-from gpt_guard.hooks.isolation.traces import Blame, everything, first_difference, traced
+from gpt_guard.hooks.isolation.compare import (
+    FirstDifference,
+    difference,
+    everything,
+    first_difference,
+    rounding,
+    traced,
+)
+from gpt_guard.hooks.isolation.preserve import quiet
 from gpt_guard.records import CheckResult, Severity
 from gpt_guard.records.render import number
 
@@ -140,7 +146,7 @@ class ValidationStage(Stage):
         note = finding("GG666", seen, likely=["own_branch"], **blame.named)
         return self.passed(title, f"{measured}, first at `{blame.path}`", expected, notes=[note])
 
-    def _parting(self, model: nn.Module, x: Tensor, first: int, second: int) -> Blame | None:
+    def _parting(self, model: nn.Module, x: Tensor, first: int, second: int) -> FirstDifference | None:
         one = traced(model, lambda: repeatable(model, first)(x))
         other = traced(model, lambda: repeatable(model, second)(x))
         return first_difference(model, one, other, everything)

@@ -153,7 +153,8 @@ class HookSet:
         self._placed.append((places, hook))
         key = register(hook, **options).id
         for held in places:
-            _OURS.add(held, key)
+            if key in held:
+                _OURS.add(held, key)
 
     def move_to_end(self, held: _Held) -> None:
         """Have all hooks that are ours in a dictionary called after those of others."""
@@ -179,8 +180,9 @@ def _take_away(places: tuple[_Held, ...], hook: Uncopied) -> None:
     for key in [key for key, each in held.items() if each is hook]:
         # Last from where it is looked for: an interrupt in between leaves it to be found again.
         for each in (*extra, held):
-            _OURS.remove(id(each), key)
-            each.pop(key, None)
+            if key in each:
+                _OURS.remove(id(each), key)
+                del each[key]
 
 
 def _without_ours(original: Callable[..., Any], _: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -49,10 +49,11 @@ class StateWatch:
         self._kept = _Kept(-1, [], [], False)
 
     def settle(self) -> dict[str, TensorStats]:
-        """Describe what is non-finite now and leave it out from now on. Reads the device once per tensor."""
+        """Describe what is non-finite now and leave it out from now on; one fused norm, exact only after that."""
         tensors = self._tensors()
-        found = {name: describe(tensor) for name, tensor in tensors.items()}
-        bad = {name: stats for name, stats in found.items() if stats is not None}
+        norms = self.read()
+        suspects = [name for name, norm in zip(self._measured, norms, strict=True) if norm - norm != 0.0]
+        bad = {name: stats for name in suspects if (stats := describe(tensors[name])) is not None}
         self.left_out |= set(bad)
         self.at_start = frozenset(bad)
         self.masks = frozenset(id(tensors[name]) for name, stats in bad.items() if stats.only_neg_inf)

@@ -18,6 +18,9 @@ def surroundings(model: nn.Module | None) -> dict[str, str]:
     }
     if model is not None:
         tensors = [*model.parameters(), *model.buffers()]
-        facts["device"] = ", ".join(sorted({str(tensor.device) for tensor in tensors})) or "none"
-        facts["dtype"] = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})) or "none"
+        facts["device"] = ", ".join(sorted({str(device) for device in {tensor.device for tensor in tensors}})) or "none"
+        facts["dtype"] = (
+            ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in {tensor.dtype for tensor in tensors}}))
+            or "none"
+        )
     return facts

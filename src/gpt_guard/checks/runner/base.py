@@ -6,15 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpt_guard.checks.tokenizer.tokenizers import Tokenizer
-from gpt_guard.records import CheckResult, Finding
+from gpt_guard.records import CheckResult, Finding, Severity
 
+T = TypeVar("T")
 Status = Literal["passed", "failed", "skipped"]
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -74,25 +75,83 @@ class Subject:
         return self.batch[0].to(device), self.batch[1].to(device)
 
 
+def vocabulary(subject: Subject) -> int | None:
+    """Number of ids that may be asked with: the vocabulary, else as many as the batch shows."""
+    if subject.vocab_size is not None:
+        return subject.vocab_size
+    return int(subject.batch[0].max()) + 1 if subject.batch is not None and subject.batch[0].numel() else None
+
+
+@dataclass(frozen=True)
+class Need(Generic[T]):
+    """What a stage cannot ask without: `find` takes it out of a subject, `words` say that it is not there.
+
+    Called with a subject it gives the thing itself: `model = MODEL(subject)`.
+    """
+
+    find: Callable[[Subject], T | None]
+    words: str | Callable[[Subject], str]
+
+    def __call__(self, subject: Subject) -> T:
+        """Raises ValueError with the words where it is not there; the runner asks `missing` first."""
+        found = self.find(subject)
+        if found is None:
+            raise ValueError(self.missing(subject))
+        return found
+
+    def missing(self, subject: Subject) -> str | None:
+        """Why the subject cannot be asked; None if it can."""
+        if self.find(subject) is not None:
+            return None
+        return self.words if isinstance(self.words, str) else self.words(subject)
+
+
+MODEL = Need[nn.Module](lambda subject: subject.model, "no model")
+BATCH = Need[tuple[Tensor, Tensor]](lambda subject: subject.inputs, "no batch, and no data to cut one from")
+VOCABULARY = Need[int](vocabulary, "neither a batch nor vocab_size tells which ids the model takes")
+
+
 class Stage(ABC):
     """One stage of preflight: yields a CheckResult per line it prints.
 
     `name` is what `--only` and `--skip` take; `after` names stages without whose success this one says nothing new
-    and is skipped. The runner restores all state around `run` and turns an exception in it into a failed result.
+    and is skipped; `needs` is what it cannot do without, the first that is not there being the reason why it is
+    skipped. The runner restores all state around `run` and turns an exception in it into a failed result.
     """
 
     number: ClassVar[int]
     name: ClassVar[str]
     title: ClassVar[str]
     after: ClassVar[tuple[str, ...]] = ()
+    needs: ClassVar[tuple[Need[Any], ...]] = ()
 
-    @abstractmethod
     def missing(self, subject: Subject) -> str | None:
         """What this stage would need and does not have, in words; None if it can run."""
+        return next((why for need in self.needs if (why := need.missing(subject)) is not None), None)
 
     @abstractmethod
     def run(self, subject: Subject) -> Iterator[CheckResult]:
         """Ask; may read the device and train copies, must not change the subject's tensors for good."""
+
+    def line(
+        self,
+        title: str,
+        measured: Any,
+        expected: Any = "",
+        findings: Finding | Iterable[Finding | None] | None = (),
+        *,
+        fails: Severity = Severity.ERROR,
+        **facts: Any,
+    ) -> CheckResult:
+        """A line: the measured figure next to the expected one, and what is to be said of it, None for nothing.
+
+        A cross where a finding is an error, or as bad as `fails`; else a tick, and milder findings are its notes.
+        """
+        given = (findings,) if isinstance(findings, Finding) else findings or ()
+        found = tuple(each for each in given if each is not None)
+        crossed = tuple(Severity)[tuple(Severity).index(fails) :]
+        status: Status = "failed" if any(each.severity in crossed for each in found) else "passed"
+        return self._result(status, title, measured, expected, found, facts)
 
     def passed(
         self, title: str, measured: Any, expected: Any = "", *, notes: Iterable[Finding] = (), **facts: Any

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt_guard.checks.runner.base import Subject
+from gpt_guard.checks.runner.base import vocabulary as vocabulary
 from gpt_guard.checks.runner.forward import call
 from gpt_guard.hooks.isolation.eval_no_grad import quiet
 from gpt_guard.hooks.isolation.preserve import preserved
@@ -68,13 +69,6 @@ def repeatable(model: nn.Module, seed: int) -> Forward:
         return call(model, x).logits
 
     return forward
-
-
-def vocabulary(subject: Subject) -> int | None:
-    """Number of ids that may be asked with: the vocabulary, else as many as the batch shows."""
-    if subject.vocab_size is not None:
-        return subject.vocab_size
-    return int(subject.batch[0].max()) + 1 if subject.batch is not None and subject.batch[0].numel() else None
 
 
 def probe_ids(subject: Subject, rows: int = ROWS, length: int | None = None) -> Tensor:

@@ -129,6 +129,14 @@ def unpack(output: Any) -> Output:
     )
 
 
+def project_loss(model: nn.Module, x: Tensor, y: Tensor, loss_fn: LossFunction | None) -> Tensor | None:
+    """`loss_fn(logits, y)`, else the model's own; None without either.
+
+    A model whose loss is computed outside is not given the targets: they may hold labels that its own would refuse.
+    """
+    return loss_fn(call(model, x).logits, y) if loss_fn is not None else call(model, x, y).loss
+
+
 def loss_of(
     model: nn.Module, x: Tensor, y: Tensor, loss_fn: LossFunction | None = None, ignore_index: int = -100
 ) -> Tensor:

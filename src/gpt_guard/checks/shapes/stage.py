@@ -8,9 +8,8 @@ from contextlib import suppress
 from torch import Tensor, nn
 
 from gpt_guard.catalogue import finding
-from gpt_guard.checks.initial_loss.loss_probe import project_loss
 from gpt_guard.checks.runner.base import Stage, Subject
-from gpt_guard.checks.runner.forward import UnknownOutput, call, takes_targets
+from gpt_guard.checks.runner.forward import UnknownOutput, call, project_loss, takes_targets
 from gpt_guard.checks.runner.perturb import probe_ids, vocabulary
 from gpt_guard.checks.runner.raised import raised
 from gpt_guard.checks.shapes.block_size import block_size_lines

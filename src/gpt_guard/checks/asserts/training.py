@@ -22,6 +22,7 @@ from gpt_guard.checks.runner.forward import shifts_inside
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.isolation.preserve import preserved
 from gpt_guard.hooks.isolation.random_state import seed_all
+from gpt_guard.records import Severity
 
 
 def assert_gradients_reach_all(
@@ -92,11 +93,11 @@ def assert_overfits(
         inside = shifts_inside(built, x.to(next(built.parameters()).device))
         task = Task(x, y, loss_fn, ignore_index)
         seed_all(seed)
-        outcome = learn(who, task, steps, _quiet, lr=lr, causal=causal, shifts_inside=inside)
-        if outcome is None:
+        run = learn(who, task, steps, _quiet, lr=lr, causal=causal, shifts_inside=inside)
+        if run is None:
             raise CheckFailed(frozen_finding(built))
-    if outcome.wrong is not None:
-        raise CheckFailed(outcome.wrong)
+    if run.found is not None and run.found.severity is Severity.ERROR:
+        raise CheckFailed(run.found)
 
 
 def _made(make: Callable[[], nn.Module], block: int) -> Learner:

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from gpt_guard.checkpoint.fingerprint import unwrap
 from gpt_guard.checks.gradients.backward import trainable
-from gpt_guard.checks.runner.base import Subject
+from gpt_guard.checks.runner.base import BATCH, MODEL, Subject
 from gpt_guard.checks.runner.derive import BLOCK_NAMES
 from gpt_guard.checks.runner.forward import call
 from gpt_guard.hooks.isolation.preserve import preserved
 
-BLOCK, WIDTH, HEADS, LAYERS, BATCH = 32, 64, 4, 2, 8
+BLOCK, WIDTH, HEADS, LAYERS, ROWS = 32, 64, 4, 2, 8
 """The seed configuration: 300 steps of it take two or three seconds on a core, and random targets are learned by heart
 in half of them, for vocabularies from 65 to 8000 (measured)."""
 WIDTH_NAMES = ("embedding_dim", "n_embd", "embed_dim", "d_model", "hidden_size", "hidden_dim", "dim", "width")
@@ -61,30 +61,24 @@ class Learner:
     has_dropout: bool = True
 
 
-def learner(subject: Subject) -> Learner | None:
+def learner(subject: Subject) -> Learner:
     """The small model of the same class, the user's `make_model`, or the model as it is, in this order of preference.
 
     A `make_model` that the user gave goes first: it says what to build.
     """
-    model, make, inputs = subject.model, subject.make_model, subject.inputs
-    if inputs is None or (model is None and make is None):
-        return None
-    given = make is not None and "make_model" not in subject.sources
-    if make is not None and not given and model is not None and _freezes(make):
-        # Adapters on fresh frozen weights have nothing to adapt: only the user's own model has weights worth it.
-        return own_learner(model, min(subject.block_size or inputs[0].size(-1), inputs[0].size(-1)))
-    if make is not None and not given and model is not None:
-        small = _small(unwrap(model), subject.config, inputs)
-        if small is not None:
-            return small
+    inputs, make = BATCH(subject), subject.make_model
     block = min(subject.block_size or inputs[0].size(-1), inputs[0].size(-1))
-    if make is not None:
-        words = (
-            "a fresh model from make_model" if given else f"a fresh {type(model).__name__} of the same configuration"
-        )
-        return Learner(lambda p: _drop(make(), p), words, block)
-    assert model is not None
-    return own_learner(model, block)
+    if make is None:
+        return own_learner(MODEL(subject), block)
+    if "make_model" not in subject.sources or subject.model is None:
+        return Learner(lambda p: _drop(make(), p), "a fresh model from make_model", block)
+    if _freezes(make):
+        # Adapters on fresh frozen weights have nothing to adapt: only the user's own model has weights worth it.
+        return own_learner(subject.model, block)
+    if (small := _small(unwrap(subject.model), subject.config, inputs)) is not None:
+        return small
+    words = f"a fresh {type(subject.model).__name__} of the same configuration"
+    return Learner(lambda p: _drop(make(), p), words, block)
 
 
 def own_learner(model: nn.Module, block: int) -> Learner:
@@ -106,7 +100,7 @@ def _freezes(make: Callable[[], nn.Module]) -> bool:
 
 def cut(x: Tensor, y: Tensor, block: int, ignore_index: int) -> tuple[Tensor, Tensor]:
     """At most 8 rows and `block` columns of a batch: those columns in which the most targets count."""
-    x, y = x[:BATCH], y[:BATCH]
+    x, y = x[:ROWS], y[:ROWS]
     if x.dim() != 2 or x.shape != y.shape or x.size(1) <= block:
         return x, y
     counts = (y != ignore_index).sum(0).cumsum(0)

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gpt_guard import catalogue
-from gpt_guard.checks.runner import stages as registry
+from gpt_guard.checks.runner import base as registry
 from gpt_guard.checks.runner.base import Stage, Subject
-from gpt_guard.checks.runner.derive import complete
-from gpt_guard.checks.runner.gather import each_batch, pair, was_trained
+from gpt_guard.checks.runner.gather import complete, each_batch, pair, was_trained
 from gpt_guard.checks.runner.report import FACTS, PreflightReport
 from gpt_guard.checks.runner.run import check, preflight
 from gpt_guard.errors import GuardError, GuardUsageError, PreflightError

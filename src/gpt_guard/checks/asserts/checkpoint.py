@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from gpt_guard.checks.asserts.failed import CheckFailed
 from gpt_guard.checks.checkpoint.reload import reload
 from gpt_guard.checks.runner.base import Subject
-from gpt_guard.checks.runner.derive import complete
+from gpt_guard.checks.runner.gather import complete
 from gpt_guard.checks.runner.perturb import probe_ids, vocabulary
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.isolation.preserve import preserved

@@ -10,7 +10,7 @@ from gpt_guard.checks.asserts.failed import CheckFailed
 from gpt_guard.checks.causality.stage import CausalityStage
 from gpt_guard.checks.initial_loss.stage import InitialLossStage
 from gpt_guard.checks.runner.base import LossFunction, Stage, Subject
-from gpt_guard.checks.runner.derive import complete
+from gpt_guard.checks.runner.gather import complete
 from gpt_guard.checks.validation.stage import ValidationStage
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.isolation.preserve import preserved

@@ -118,8 +118,7 @@ class TokenChanges:
                 apart = difference(before[:, :prefix], self.logits(changed)[:, :prefix]).amax(-1)
                 if (size := float(apart.max())) > worst.size:
                     row, position = divmod(int(apart.argmax()), prefix)
-                    place = {"row": row, "position": position, "prefix": prefix}
-                    worst = worst._replace(size=size, inputs=(self.x, changed), **place)
+                    worst = Change(size, worst.allowed, worst.scale, row, position, prefix, inputs=(self.x, changed))
         return worst
 
     def rows(self) -> Change:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gpt_guard.checks.runner.raised import user_line
+from gpt_guard.checks.runner.forward import user_line
 from gpt_guard.errors import GuardUsageError
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from gpt_guard.checkpoint.weights import copy_weights, fit_weights
 from gpt_guard.checks.files.imported import can_be_called, find, parameters_of, required_of, takes, user_code
 from gpt_guard.checks.files.load import UnusableFile, read_checkpoint, read_ids, read_tokenizer
 from gpt_guard.checks.runner.base import Subject
-from gpt_guard.checks.runner.derive import VOCAB_NAMES
+from gpt_guard.checks.runner.gather import VOCAB_NAMES
 from gpt_guard.errors import CheckpointError, GuardUsageError
 
 

@@ -80,8 +80,9 @@ class InitialLossStage(Stage):
         if form is None:
             seen = "The loss is none of the known functions of the returned logits and the targets."
             return self.line(title, "not recognised", expected, finding("GG656", seen, likely=["own_loss"]))
-        found = [each for each in (_wrong_form(form, subject), _wrong_pairs(form, subject)) if each is not None]
-        return self.line(title, form.words, expected, sorted(found, key=lambda each: each.severity != Severity.ERROR))
+        found = [one for one in (_wrong_form(form, subject), _wrong_pairs(form, subject)) if one is not None]
+        found.sort(key=lambda one: one.severity is not Severity.ERROR)
+        return self.line(title, form.words, expected, found)
 
     def _fresh(self, model: nn.Module, x: Tensor, y: Tensor, subject: Subject) -> CheckResult:
         if not subject.trained:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from gpt_guard.checkpoint.fingerprint import unwrap
 from gpt_guard.checks.gradients.backward import trainable
 from gpt_guard.checks.runner.base import BATCH, MODEL, Subject
-from gpt_guard.checks.runner.derive import BLOCK_NAMES
-from gpt_guard.checks.runner.forward import call
+from gpt_guard.checks.runner.forward import call, in_form_of
+from gpt_guard.checks.runner.gather import BLOCK_NAMES, sizes
 from gpt_guard.hooks.isolation.preserve import preserved
 
 BLOCK, WIDTH, HEADS, LAYERS, ROWS = 32, 64, 4, 2, 8
@@ -116,21 +116,20 @@ def _small(model: nn.Module, config: Any, inputs: tuple[Tensor, Tensor]) -> Lear
         return None
     block = next((int(wanted[name]) for name in BLOCK_NAMES if name in wanted), None)
     block = min(block or BLOCK, inputs[0].size(-1))
-    like = next((p for p in model.parameters() if p.is_floating_point()), None)
 
     def make(dropout: float) -> nn.Module:
         names = {name: dropout for name in DROPOUT_NAMES if _field(config, name) is not None}
         fresh = type(model)(changed(config, {**wanted, **names}))
         if dropout == 0.0 or not names:
             _drop(fresh, dropout)  # rates that are written into the class, too
-        return fresh if like is None else fresh.to(device=like.device, dtype=like.dtype)
+        return in_form_of(fresh, model)
 
     # Settings that depend on each other in ways unknown here make the class refuse: then the full size is used.
     with preserved(), contextlib.suppress(Exception), torch.no_grad():
         fresh = make(0.0)
         call(fresh, inputs[0][:1, :block], inputs[1][:1, :block])
-        sizes = {"block": block, "width": _first(wanted, WIDTH_NAMES), "layers": _first(wanted, LAYER_NAMES)}
-        shown = ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)
+        figures = {"block": block, "width": _first(wanted, WIDTH_NAMES), "layers": _first(wanted, LAYER_NAMES)}
+        shown = ", ".join(f"{name} {value}" for name, value in figures.items() if value is not None)
         has_dropout = any(_field(config, name) is not None for name in DROPOUT_NAMES) or _has_dropout(fresh)
         return Learner(make, f"a fresh {type(model).__name__} ({shown})", block, has_dropout=has_dropout)
     return None
@@ -138,20 +137,20 @@ def _small(model: nn.Module, config: Any, inputs: tuple[Tensor, Tensor]) -> Lear
 
 def seed_settings(config: Any) -> dict[str, int] | None:
     """What to change in a config for the seed configuration, never upwards; None without a width and a depth."""
-    widths, layers = _sizes(config, WIDTH_NAMES), _sizes(config, LAYER_NAMES)
+    widths, layers = sizes(config, WIDTH_NAMES), sizes(config, LAYER_NAMES)
     if not widths or not layers:
         return None
     wanted = {name: min(value, LAYERS) for name, value in layers.items()}
-    wanted |= {name: min(value, BLOCK) for name, value in _sizes(config, BLOCK_NAMES).items()}
+    wanted |= {name: min(value, BLOCK) for name, value in sizes(config, BLOCK_NAMES).items()}
     width = max(widths.values())
     if width > WIDTH:
         wanted |= dict.fromkeys(widths, WIDTH)
-        heads = _sizes(config, HEAD_NAMES)
+        heads = sizes(config, HEAD_NAMES)
         wanted |= {name: min(value, HEADS) if WIDTH % min(value, HEADS) == 0 else 1 for name, value in heads.items()}
         count = min((wanted[name] for name in heads), default=1)
-        wanted |= dict.fromkeys(_sizes(config, KEY_HEAD_NAMES), count)
-        wanted |= {name: max(1, value * WIDTH // width) for name, value in _sizes(config, INNER_NAMES).items()}
-        wanted |= dict.fromkeys(_sizes(config, ("head_dim", "head_size")), WIDTH // count)
+        wanted |= dict.fromkeys(sizes(config, KEY_HEAD_NAMES), count)
+        wanted |= {name: max(1, value * WIDTH // width) for name, value in sizes(config, INNER_NAMES).items()}
+        wanted |= dict.fromkeys(sizes(config, ("head_dim", "head_size")), WIDTH // count)
     return wanted
 
 
@@ -172,11 +171,6 @@ def changed(config: Any, values: Mapping[str, Any]) -> Any:
 def _field(config: Any, name: str) -> Any:
     value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
     return None if isinstance(value, bool) else value
-
-
-def _sizes(config: Any, names: tuple[str, ...]) -> dict[str, int]:
-    found = {name: _field(config, name) for name in names}
-    return {name: value for name, value in found.items() if isinstance(value, int) and value > 0}
 
 
 def _first(values: Mapping[str, int], names: tuple[str, ...]) -> int | None:

@@ -8,9 +8,8 @@ from torch import nn
 
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.runner.base import Stage, Subject
-from gpt_guard.checks.runner.forward import call
+from gpt_guard.checks.runner.forward import call, raised
 from gpt_guard.checks.runner.perturb import probe_ids
-from gpt_guard.checks.runner.raised import raised
 from gpt_guard.records import CheckResult
 
 _LONGEST_ON_CPU = 2048

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functional_call
 
-from gpt_guard.checks.runner.raised import user_line
+from gpt_guard.checks.runner.forward import user_line
 from gpt_guard.hooks.isolation.eval_no_grad import quiet
 from gpt_guard.records import SourceLine
 

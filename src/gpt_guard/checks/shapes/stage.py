@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.runner.base import Stage, Subject
-from gpt_guard.checks.runner.forward import UnknownOutput, call, project_loss, takes_targets
+from gpt_guard.checks.runner.forward import UnknownOutput, call, project_loss, raised, takes_targets
 from gpt_guard.checks.runner.perturb import probe_ids, vocabulary
-from gpt_guard.checks.runner.raised import raised
 from gpt_guard.checks.shapes.block_size import block_size_lines
 from gpt_guard.checks.shapes.foreign_device import Elsewhere, run_elsewhere
 from gpt_guard.checks.shapes.logit_shape import distinct_sizes, layout_of, widths_of

@@ -97,8 +97,8 @@ class InitialLossStage(Stage):
             # Weights that come from training look like this, too: then a fresh model shows that it is no more.
             anew = self._untrained(subject.make_model(), x, y, subject)
             if anew.status == "passed" and result.findings[0].code == "GG651":
-                said = f"{anew.measured}; the weights given come from training, it seems: {result.measured}"
-                return anew.model_copy(update={"measured": said})
+                measured = f"{anew.measured}; the weights given come from training, it seems: {result.measured}"
+                return anew.model_copy(update={"measured": measured})
         return result
 
     def _untrained(self, fresh: nn.Module, x: Tensor, y: Tensor, subject: Subject) -> CheckResult:

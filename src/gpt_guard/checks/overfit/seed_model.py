@@ -16,7 +16,7 @@ from gpt_guard.checkpoint.fingerprint import unwrap
 from gpt_guard.checks.gradients.backward import trainable
 from gpt_guard.checks.runner.base import BATCH, MODEL, Subject
 from gpt_guard.checks.runner.forward import call, in_form_of
-from gpt_guard.checks.runner.gather import BLOCK_NAMES, sizes
+from gpt_guard.checks.runner.gather import BLOCK_NAMES, setting, sizes
 from gpt_guard.hooks.isolation.preserve import preserved
 
 BLOCK, WIDTH, HEADS, LAYERS, ROWS = 32, 64, 4, 2, 8
@@ -118,7 +118,7 @@ def _small(model: nn.Module, config: Any, inputs: tuple[Tensor, Tensor]) -> Lear
     block = min(block or BLOCK, inputs[0].size(-1))
 
     def make(dropout: float) -> nn.Module:
-        names = {name: dropout for name in DROPOUT_NAMES if _field(config, name) is not None}
+        names = {name: dropout for name in DROPOUT_NAMES if setting(config, name) is not None}
         fresh = type(model)(changed(config, {**wanted, **names}))
         if dropout == 0.0 or not names:
             _drop(fresh, dropout)  # rates that are written into the class, too
@@ -130,7 +130,7 @@ def _small(model: nn.Module, config: Any, inputs: tuple[Tensor, Tensor]) -> Lear
         call(fresh, inputs[0][:1, :block], inputs[1][:1, :block])
         figures = {"block": block, "width": _first(wanted, WIDTH_NAMES), "layers": _first(wanted, LAYER_NAMES)}
         shown = ", ".join(f"{name} {value}" for name, value in figures.items() if value is not None)
-        has_dropout = any(_field(config, name) is not None for name in DROPOUT_NAMES) or _has_dropout(fresh)
+        has_dropout = any(setting(config, name) is not None for name in DROPOUT_NAMES) or _has_dropout(fresh)
         return Learner(make, f"a fresh {type(model).__name__} ({shown})", block, has_dropout=has_dropout)
     return None
 
@@ -166,11 +166,6 @@ def changed(config: Any, values: Mapping[str, Any]) -> Any:
     for name, value in values.items():
         setattr(other, name, value)
     return other
-
-
-def _field(config: Any, name: str) -> Any:
-    value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-    return None if isinstance(value, bool) else value
 
 
 def _first(values: Mapping[str, int], names: tuple[str, ...]) -> int | None:

@@ -227,22 +227,24 @@ def _take(subject: Subject, name: str, found: tuple[Any, str] | None) -> None:
         subject.sources[name] = found[1]
 
 
+def setting(config: Any, name: str) -> Any:
+    """One setting of a config, an object or a dict; None where there is none, or only a flag."""
+    value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    return None if isinstance(value, bool) else value
+
+
 def sizes(config: Any, names: tuple[str, ...]) -> dict[str, int]:
-    """Those of these settings that a config (an object or a dict) has as a positive number."""
-    found = {name: config.get(name) if isinstance(config, Mapping) else getattr(config, name, None) for name in names}
-    return {
-        name: value
-        for name, value in found.items()
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0
-    }
+    """Those of these settings that a config has as a positive number."""
+    found = {name: setting(config, name) for name in names}
+    return {name: value for name, value in found.items() if isinstance(value, int) and value > 0}
 
 
-def _setting(config: Any, names: tuple[str, ...]) -> tuple[int, str] | None:
+def _size(config: Any, names: tuple[str, ...]) -> tuple[int, str] | None:
     return next(((value, f"config.{name}") for name, value in sizes(config, names).items()), None)
 
 
 def _vocab_size(subject: Subject) -> tuple[int, str] | None:
-    if (found := _setting(subject.config, VOCAB_NAMES)) is not None:
+    if (found := _size(subject.config, VOCAB_NAMES)) is not None:
         return found
     tables = _tables(subject.model, positions=False)
     if len(tables) == 1:
@@ -254,7 +256,7 @@ def _vocab_size(subject: Subject) -> tuple[int, str] | None:
 
 
 def _block_size(subject: Subject) -> tuple[int, str] | None:
-    if (found := _setting(subject.config, BLOCK_NAMES)) is not None:
+    if (found := _size(subject.config, BLOCK_NAMES)) is not None:
         return found
     tables = _tables(subject.model, positions=True)
     return (tables[0][1].size(-2), f"the rows of {tables[0][0]}") if len(tables) == 1 else None

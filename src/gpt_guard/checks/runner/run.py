@@ -147,7 +147,7 @@ def _ask(stage: Stage, subject: Subject, say: Callable[[CheckResult], None]) -> 
                 result = next(lines, None)
             except Exception as error:
                 found = raised(error, stage.title)
-                say(stage.failed(stage.title, type(error).__name__, "no exception", found))
+                say(stage.line(stage.title, type(error).__name__, "no exception", found))
                 return
             if result is None:
                 return

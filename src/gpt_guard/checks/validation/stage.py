@@ -61,11 +61,11 @@ class ValidationStage(Stage):
                 repeatable(model, seed)(x)
             left = [path for path, module in model.named_modules() if module.training]
             # A module whose mode changes nothing may ignore it; the model itself is what code asks.
-            told = [each for each in sensitive_modules(model) if each.path in left]
-            if told or "" in left:
-                names = described(told) or "the model itself"
+            still = [each for each in sensitive_modules(model) if each.path in left]
+            if still or "" in left:
+                names = described(still) or "the model itself"
                 seen = f"After {when} {len(left)} of {total} modules are in training mode: {names}."
-                path = told[0].path if told else ""
+                path = still[0].path if still else ""
                 kind = type(model.get_submodule(path)).__name__
                 found = finding("GG665", seen, likely=[likely], module=path, module_class=kind)
                 return self.line(title, f"{len(left)} of {total} modules still train", expected, found)

@@ -28,7 +28,7 @@ _MASK = "attention_mask"
 """The argument that says by 1 which tokens are real (Hugging Face); others exist in either sense: none is guessed."""
 
 
-class Change(NamedTuple):
+class LogitChange(NamedTuple):
     """The largest change of logits that should have stayed: where, how much, and how much rounding may make.
 
     `scale` is the largest logit, `inputs` are the ids before and after. A new suffix starts at `prefix`; where it is 0
@@ -50,7 +50,7 @@ class Change(NamedTuple):
         return self.size > self.allowed
 
 
-class Leak(NamedTuple):
+class FutureLeak(NamedTuple):
     """What is known of a leak of the future: `pairs` of a position and a later one that it reads, `[T]` long rows.
 
     `blame` is the module that made it; None where the leak is too small for the model's precision.
@@ -106,10 +106,10 @@ class TokenChanges:
         """`[B, T, V]`."""
         return repeatable(self.model, self.seed)(ids)
 
-    def suffix(self) -> Change:
+    def suffix(self) -> LogitChange:
         """Replace the tokens behind several prefixes, in every row at once, and compare the logits of the prefix."""
         before = self.logits(self.x)
-        worst = Change(0.0, rounding(before), float(before.abs().max()))
+        worst = LogitChange(0.0, rounding(before), float(before.abs().max()))
         for number in range(SEEDS):
             generator = torch.Generator().manual_seed(self.seed + number)
             for prefix in prefixes(self.x.size(1)):
@@ -118,13 +118,15 @@ class TokenChanges:
                 apart = difference(before[:, :prefix], self.logits(changed)[:, :prefix]).amax(-1)
                 if (size := float(apart.max())) > worst.size:
                     row, position = divmod(int(apart.argmax()), prefix)
-                    worst = Change(size, worst.allowed, worst.scale, row, position, prefix, inputs=(self.x, changed))
+                    worst = LogitChange(
+                        size, worst.allowed, worst.scale, row, position, prefix, inputs=(self.x, changed)
+                    )
         return worst
 
-    def rows(self) -> Change:
+    def rows(self) -> LogitChange:
         """For each row in turn: all other rows get other tokens, and this row's logits must stay."""
         before = self.logits(self.x)
-        worst = Change(0.0, rounding(before), float(before.abs().max()))
+        worst = LogitChange(0.0, rounding(before), float(before.abs().max()))
         generator = torch.Generator().manual_seed(self.seed)
         for row in range(self.x.size(0)):
             changed = self._others(self.x, generator)
@@ -134,11 +136,11 @@ class TokenChanges:
                 worst = worst._replace(size=size, row=row, inputs=(self.x, changed))
         return worst
 
-    def moved_rows(self) -> Change:
+    def moved_rows(self) -> LogitChange:
         """Each row one place down, the last on top: the logits must move along, whatever kernels make of rounding."""
         before, moved = self.logits(self.x), self.x.roll(1, 0)
         apart = difference(before, self.logits(moved).roll(-1, 0)).amax((1, 2))
-        worst = Change(float(apart.max()), across_shapes(before), float(before.abs().max()), int(apart.argmax()))
+        worst = LogitChange(float(apart.max()), across_shapes(before), float(before.abs().max()), int(apart.argmax()))
         return worst._replace(moved=True, inputs=(self.x, moved))
 
     def readers(self) -> dict[int, list[int]]:
@@ -167,14 +169,14 @@ class TokenChanges:
         change = float(difference(alone, behind).max())
         return Padding(change, across_shapes(alone), length, x.size(1) - length, mask_given)
 
-    def look_into(self, found: Change) -> Leak:
+    def look_into(self, found: LogitChange) -> FutureLeak:
         """Who reads whom, and which module made a new suffix show before itself. Runs many forwards."""
         pairs, share = self._pairs()
         blame = self.leaking_module(found)
         likely = likely_future(self.model, blame, pairs, share, self.x.size(1))
-        return Leak(blame, pairs, likely, self.x.size(1))
+        return FutureLeak(blame, pairs, likely, self.x.size(1))
 
-    def leaking_module(self, found: Change) -> Blame | None:
+    def leaking_module(self, found: LogitChange) -> Blame | None:
         """The module whose output first changed where it should have stayed."""
         if found.inputs is None:
             return None

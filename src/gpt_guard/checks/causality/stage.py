@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpt_guard.callbacks.probes.leak_words import likely_rows
 from gpt_guard.catalogue import finding
-from gpt_guard.checks.causality.leaks import SEEDS, Leak, TokenChanges, input_gradients, prefixes, train_briefly
+from gpt_guard.checks.causality.leaks import SEEDS, FutureLeak, TokenChanges, input_gradients, prefixes, train_briefly
 from gpt_guard.checks.runner.base import MODEL, VOCABULARY, Need, Stage, Subject, vocabulary
 from gpt_guard.checks.runner.forward import loss_of
 from gpt_guard.checks.runner.perturb import precise, probe_ids, widened
@@ -210,7 +210,7 @@ def _incomparable(changes: TokenChanges) -> str | None:
     return None
 
 
-def _look_closer(changes: TokenChanges, reader: int, source: int, share: float) -> Leak:
+def _look_closer(changes: TokenChanges, reader: int, source: int, share: float) -> FutureLeak:
     """Look into a leak that only the gradient shows in float64, where it is no longer below rounding.
 
     Not asked in float64 from the start: what a model computes in float32 inside would be taken for a leak.
@@ -222,4 +222,4 @@ def _look_closer(changes: TokenChanges, reader: int, source: int, share: float) 
                 if found.leaks:
                     return changes.look_into(found)
     pairs = frozenset({(reader, source)})
-    return Leak(None, pairs, ["soft_mask"] if share < _SOFT else [], changes.x.size(1))
+    return FutureLeak(None, pairs, ["soft_mask"] if share < _SOFT else [], changes.x.size(1))

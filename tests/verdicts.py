@@ -179,6 +179,8 @@ def compare(old: str, new: str) -> int:
         for name in sorted(names):
             print(f"  {name}")
     both = before.keys() & after.keys()
+    if not both:
+        sys.exit("no test stands in both tables")
     lost = {name: +(before[name] - after[name]) for name in both}
     made = {name: +(after[name] - before[name]) for name in both}
     for name in sorted(both):

@@ -8,42 +8,41 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpt_guard.blackbox.again import replay
-    from gpt_guard.callbacks.attention.attention_calls import AttentionCalls
-    from gpt_guard.callbacks.attention.index_calls import IndexCalls
+    from gpt_guard.callbacks.attention.embedding import IndexCalls
+    from gpt_guard.callbacks.attention.guard import AttentionCalls
     from gpt_guard.callbacks.base import Guard
     from gpt_guard.callbacks.checkpointing.fingerprint import CheckpointFingerprint
-    from gpt_guard.callbacks.data.data_watch import DataWatch
+    from gpt_guard.callbacks.data.guard import DataWatch
     from gpt_guard.callbacks.distributed.replicas import ReplicaSync
     from gpt_guard.callbacks.finite.guard import FiniteGuard
     from gpt_guard.callbacks.gradients.grad_norm import GradNormMonitor
-    from gpt_guard.callbacks.logged.logged_loss import LoggedLoss
-    from gpt_guard.callbacks.logged.logged_update import LoggedUpdate
+    from gpt_guard.callbacks.logged.guards import LoggedLoss, LoggedUpdate
     from gpt_guard.callbacks.loop_order.guard import LoopOrder
-    from gpt_guard.callbacks.losses.loss_balance import LossBalance, loss_balance
-    from gpt_guard.callbacks.losses.loss_inputs import LossInputs
-    from gpt_guard.callbacks.modes.eval_mode import EvalModeAssert
-    from gpt_guard.callbacks.modes.freezing import FreezeInTrain
+    from gpt_guard.callbacks.losses.guard import LossInputs
+    from gpt_guard.callbacks.losses.terms import LossBalance, loss_balance
+    from gpt_guard.callbacks.modes.frozen import FreezeInTrain
+    from gpt_guard.callbacks.modes.guard import EvalModeAssert
     from gpt_guard.callbacks.precision.autocast import AutocastUse
-    from gpt_guard.callbacks.probes.model_probe import ModelProbe
-    from gpt_guard.callbacks.schedule.lr import LRTracker
+    from gpt_guard.callbacks.probes.guard import ModelProbe
+    from gpt_guard.callbacks.schedule.guard import LRTracker
     from gpt_guard.callbacks.updates.param_delta import ParamDeltaProbe
     from gpt_guard.callbacks.updates.tied import TiedWeights
     from gpt_guard.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
     from gpt_guard.checkpoint.cache import cached, stamp_cache, verify_cache
     from gpt_guard.checkpoint.fingerprint import Fingerprint, tokenizer_digest
-    from gpt_guard.checks.asserts.checkpoint import assert_checkpoint_roundtrip
-    from gpt_guard.checks.asserts.data import assert_ids_in_range, assert_roundtrip, assert_shifted
-    from gpt_guard.checks.asserts.failed import CheckFailed
-    from gpt_guard.checks.asserts.model import (
+    from gpt_guard.checks.asserts import (
+        CheckFailed,
         assert_batch_independent,
         assert_causal,
+        assert_checkpoint_roundtrip,
         assert_eval_deterministic,
-        assert_initial_loss,
-    )
-    from gpt_guard.checks.asserts.returns import assert_returns
-    from gpt_guard.checks.asserts.training import (
         assert_gradients_reach_all,
+        assert_ids_in_range,
+        assert_initial_loss,
         assert_overfits,
+        assert_returns,
+        assert_roundtrip,
+        assert_shifted,
         assert_step_changes_parameters,
     )
     from gpt_guard.checks.returns import check_returns
@@ -76,40 +75,40 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Action": "records",
-    "AttentionCalls": "callbacks.attention.attention_calls",
+    "AttentionCalls": "callbacks.attention.guard",
     "AutocastUse": "callbacks.precision.autocast",
     "BlindError": "errors",
     "Change": "report.compare",
-    "CheckFailed": "checks.asserts.failed",
+    "CheckFailed": "checks.asserts",
     "CheckResult": "records",
     "CheckpointError": "errors",
     "CheckpointFingerprint": "callbacks.checkpointing.fingerprint",
     "ConsoleSink": "sinks.console",
     "DataError": "errors",
-    "DataWatch": "callbacks.data.data_watch",
-    "EvalModeAssert": "callbacks.modes.eval_mode",
+    "DataWatch": "callbacks.data.guard",
+    "EvalModeAssert": "callbacks.modes.guard",
     "Finding": "records",
     "Fingerprint": "checkpoint.fingerprint",
     "FingerprintMismatch": "errors",
     "FiniteGuard": "callbacks.finite.guard",
-    "FreezeInTrain": "callbacks.modes.freezing",
+    "FreezeInTrain": "callbacks.modes.frozen",
     "GradNormMonitor": "callbacks.gradients.grad_norm",
     "GradientError": "errors",
     "Guard": "callbacks.base",
     "GuardError": "errors",
     "GuardUsageError": "errors",
     "Guardian": "guardian",
-    "IndexCalls": "callbacks.attention.index_calls",
+    "IndexCalls": "callbacks.attention.embedding",
     "JsonlSink": "sinks.files",
-    "LRTracker": "callbacks.schedule.lr",
+    "LRTracker": "callbacks.schedule.guard",
     "LoadedCheckpoint": "checkpoint",
-    "LoggedLoss": "callbacks.logged.logged_loss",
-    "LoggedUpdate": "callbacks.logged.logged_update",
+    "LoggedLoss": "callbacks.logged.guards",
+    "LoggedUpdate": "callbacks.logged.guards",
     "LoopOrder": "callbacks.loop_order.guard",
-    "LossBalance": "callbacks.losses.loss_balance",
-    "LossInputs": "callbacks.losses.loss_inputs",
+    "LossBalance": "callbacks.losses.terms",
+    "LossInputs": "callbacks.losses.guard",
     "ModeError": "errors",
-    "ModelProbe": "callbacks.probes.model_probe",
+    "ModelProbe": "callbacks.probes.guard",
     "Moment": "records",
     "NonFiniteError": "errors",
     "Observation": "records",
@@ -125,24 +124,24 @@ _HOME = {
     "Sink": "sinks.base",
     "TiedWeights": "callbacks.updates.tied",
     "UpdateError": "errors",
-    "assert_batch_independent": "checks.asserts.model",
-    "assert_causal": "checks.asserts.model",
-    "assert_checkpoint_roundtrip": "checks.asserts.checkpoint",
-    "assert_eval_deterministic": "checks.asserts.model",
-    "assert_gradients_reach_all": "checks.asserts.training",
-    "assert_ids_in_range": "checks.asserts.data",
-    "assert_initial_loss": "checks.asserts.model",
-    "assert_overfits": "checks.asserts.training",
-    "assert_returns": "checks.asserts.returns",
-    "assert_roundtrip": "checks.asserts.data",
-    "assert_shifted": "checks.asserts.data",
-    "assert_step_changes_parameters": "checks.asserts.training",
+    "assert_batch_independent": "checks.asserts",
+    "assert_causal": "checks.asserts",
+    "assert_checkpoint_roundtrip": "checks.asserts",
+    "assert_eval_deterministic": "checks.asserts",
+    "assert_gradients_reach_all": "checks.asserts",
+    "assert_ids_in_range": "checks.asserts",
+    "assert_initial_loss": "checks.asserts",
+    "assert_overfits": "checks.asserts",
+    "assert_returns": "checks.asserts",
+    "assert_roundtrip": "checks.asserts",
+    "assert_shifted": "checks.asserts",
+    "assert_step_changes_parameters": "checks.asserts",
     "cached": "checkpoint.cache",
     "check": "checks.runner.run",
     "check_returns": "checks.returns",
     "compare_reports": "report.compare",
     "load_checkpoint": "checkpoint",
-    "loss_balance": "callbacks.losses.loss_balance",
+    "loss_balance": "callbacks.losses.terms",
     "read_report": "report.file",
     "read_run": "report.run_log",
     "replay": "blackbox.again",

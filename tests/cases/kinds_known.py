@@ -8,12 +8,12 @@ from functools import partial
 import torch
 
 from gpt_guard import Guardian
-from gpt_guard.callbacks.attention.attention_calls import AttentionCalls
-from gpt_guard.callbacks.attention.index_calls import IndexCalls
-from gpt_guard.callbacks.data.data_watch import DataWatch
+from gpt_guard.callbacks.attention.embedding import IndexCalls
+from gpt_guard.callbacks.attention.guard import AttentionCalls
+from gpt_guard.callbacks.data.guard import DataWatch
 from gpt_guard.callbacks.defaults import default_guards
-from gpt_guard.callbacks.modes.eval_mode import EvalModeAssert
-from gpt_guard.callbacks.probes.model_probe import ModelProbe
+from gpt_guard.callbacks.modes.guard import EvalModeAssert
+from gpt_guard.callbacks.probes.guard import ModelProbe
 from gpt_guard.records import Finding
 
 from . import data_batches, data_forms, data_workers, loss_inputs, loss_parts, model_probes

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRScheduler, OneCycleLR
 
 from gpt_guard import Guardian, LRTracker
-from gpt_guard.callbacks.logged.logged_loss import LoggedLoss
+from gpt_guard.callbacks.logged.guards import LoggedLoss
 from gpt_guard.records import Finding
 
 from .kinds import batch, both, loss_of, net, sgd, step, watched

@@ -204,7 +204,7 @@ def test_fine_tuning_of_a_head_on_frozen_features(guarded: Guarded) -> None:
 def test_uncertainty_by_dropout_that_stays_on(guarded: Guarded) -> None:
     """Monte Carlo dropout in evaluation, allowed by name."""
     from gpt_guard.callbacks.defaults import default_guards
-    from gpt_guard.callbacks.modes.eval_mode import EvalModeAssert
+    from gpt_guard.callbacks.modes.guard import EvalModeAssert
 
     train, valid = picture_loaders()
     model = Net(dropout=0.3)

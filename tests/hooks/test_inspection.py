@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from gpt_guard import Guardian, GuardUsageError, ParamDeltaProbe
 from gpt_guard.callbacks.base import Guard
-from gpt_guard.hooks.functions.functions import FunctionCall
+from gpt_guard.hooks.functions.function_calls import FunctionCall
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Report
 

@@ -155,3 +155,22 @@ def test_an_evaluation_forward_is_judged_where_reads_are_late() -> None:
         with guardian.evaluating():
             model(torch.randn(2, 4))
     assert guard.seen == [(Moment.FORWARD, True)]
+
+
+class Trains(nn.Linear):
+    """A model with a loop by the name of `train`."""
+
+    def train(self, epochs: int = 5) -> Any:
+        with torch.no_grad():
+            self.weight += epochs
+        return self
+
+
+def test_a_train_that_is_a_loop_is_never_called() -> None:
+    model = Trains(4, 4)
+    before = model.weight.clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Guardian(model, optimizer, sinks=[]).evaluating():
+        assert not model.training
+    assert model.training
+    assert torch.equal(model.weight, before)

@@ -9,7 +9,7 @@ from torch import nn
 
 from gpt_guard.blackbox.named import named, trusted
 from gpt_guard.blackbox.source import Source
-from gpt_guard.checks.files.imported import can_be_called, find, required_of, takes, user_code
+from gpt_guard.checks.files.project import can_be_called, find, required_of, takes, user_code
 from gpt_guard.errors import GuardUsageError
 
 

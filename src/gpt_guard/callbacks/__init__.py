@@ -1,22 +1,21 @@
 """The guards, one idea each."""
 
-from gpt_guard.callbacks.attention.attention_calls import AttentionCalls
-from gpt_guard.callbacks.attention.index_calls import IndexCalls
+from gpt_guard.callbacks.attention.embedding import IndexCalls
+from gpt_guard.callbacks.attention.guard import AttentionCalls
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.checkpointing.fingerprint import CheckpointFingerprint
-from gpt_guard.callbacks.data.data_watch import DataWatch
+from gpt_guard.callbacks.data.guard import DataWatch
 from gpt_guard.callbacks.distributed.replicas import ReplicaSync
 from gpt_guard.callbacks.finite.guard import FiniteGuard
 from gpt_guard.callbacks.gradients.grad_norm import GradNormMonitor
-from gpt_guard.callbacks.logged.logged_loss import LoggedLoss
-from gpt_guard.callbacks.logged.logged_update import LoggedUpdate
+from gpt_guard.callbacks.logged.guards import LoggedLoss, LoggedUpdate
 from gpt_guard.callbacks.loop_order.guard import LoopOrder
-from gpt_guard.callbacks.losses.loss_inputs import LossInputs
-from gpt_guard.callbacks.modes.eval_mode import EvalModeAssert
-from gpt_guard.callbacks.modes.freezing import FreezeInTrain
+from gpt_guard.callbacks.losses.guard import LossInputs
+from gpt_guard.callbacks.modes.frozen import FreezeInTrain
+from gpt_guard.callbacks.modes.guard import EvalModeAssert
 from gpt_guard.callbacks.precision.autocast import AutocastUse
-from gpt_guard.callbacks.probes.model_probe import ModelProbe
-from gpt_guard.callbacks.schedule.lr import LRTracker
+from gpt_guard.callbacks.probes.guard import ModelProbe
+from gpt_guard.callbacks.schedule.guard import LRTracker
 from gpt_guard.callbacks.updates.param_delta import ParamDeltaProbe
 from gpt_guard.callbacks.updates.tied import TiedWeights
 

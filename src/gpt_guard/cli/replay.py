@@ -54,7 +54,7 @@ def replay(
     """
     from gpt_guard.blackbox.again import replay as replay_bundle
     from gpt_guard.blackbox.bundle import read_bundle
-    from gpt_guard.checks.files.imported import user_code
+    from gpt_guard.checks.files.project import user_code
 
     try:
         opened = read_bundle(bundle)
@@ -72,7 +72,7 @@ def replay(
 
 def _loss_function(bundle: Bundle, spec: str | None) -> Callable[..., Any] | None:
     from gpt_guard.blackbox.named import named
-    from gpt_guard.checks.files.imported import find
+    from gpt_guard.checks.files.project import find
 
     function: Callable[..., Any] | None = None
     if spec is not None:

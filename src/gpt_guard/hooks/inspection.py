@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from gpt_guard.hooks.functions.functions import FunctionTap
+from gpt_guard.hooks.functions.function_calls import FunctionCalls
 from gpt_guard.hooks.isolation.preserve import preserved
 from gpt_guard.hooks.module_hooks import ModuleHooks
 
@@ -28,7 +28,7 @@ class Inspection:
     """
 
     def __init__(self, tap: ModuleHooks, *, steps: int, every: int = 0) -> None:
-        self.functions = FunctionTap()
+        self.functions = FunctionCalls()
         self.active = False
         self.looking = False
         self.spent = self.listened = 0.0

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -127,11 +126,6 @@ class ModuleHooks:
             for module in self.model.get_submodule(path).modules():
                 self._hooks.leave(module)
         return found
-
-    def shield(self, run: Callable[..., None]) -> None:
-        """Have the guard called through `run(method, *args)`, which keeps a failure of the guard out of the forward."""
-        if self._suspect is not None:
-            self._suspect = partial(run, self._suspect)
 
     def _watch_module(self, index: int, module: nn.Module) -> None:
         hooks = self._hooks

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpt_guard.hooks.capture.capture import NoCapture
+from gpt_guard.hooks.functions.call_record import CallRecord
 from gpt_guard.hooks.gradients import GradNorms
 from gpt_guard.hooks.inspection import Inspection
 from gpt_guard.hooks.ledger import Ledger
@@ -31,9 +32,9 @@ class Watch:
     `backward_line` where, if that line has been left since; `grad_norms` are those of the last that reached the model.
     `evaluating` is True inside of `guardian.evaluating()`, `evaluation` in every forward without gradients. `scaling`
     is True while a GradScaler's scale is on the gradients, `closure` while a step evaluates a closure. `versions` tells
-    who wrote to the parameters. `inspection` tells whether this
-    step is inspected, and of the calls in it. `forward_begins` are called at each forward of the model, `forward_ended`
-    when it returns. `logged` holds the newest numbers that the loop gave to `guardian.log()`.
+    who wrote to the parameters. `inspection` tells whether this step is inspected, and of the calls in it; `calls` has
+    what they show. `forward_begins` are called at each forward of the model, `forward_ended` when it returns. `logged`
+    holds the newest numbers that the loop gave to `guardian.log()`.
     A shared parameter appears once, under its first name.
     """
 
@@ -56,6 +57,7 @@ class Watch:
         self.immediate = immediate
         self.tap = tap
         self.inspection = Inspection(tap, steps=0) if inspection is None else inspection
+        self.calls = CallRecord(model, lambda: (tap.calls, self.step, self.micro_batch))
         self.capture = NoCapture()
         self.modes = ModeLog(model)
         self.pace = Pace(light=False)

@@ -107,7 +107,6 @@ class Session:
         for guard in self._guards:
             undo(partial(self.guards.detach, guard))
             self.guards.attach(guard, watch)
-        watch.tap.shield(self.guards.listen)
         watch.tap.finish_setup()
         undo(watch.inspection.close)
         watch.inspection.on_end(self._note_inspection)

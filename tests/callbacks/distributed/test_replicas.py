@@ -15,8 +15,7 @@ from torch import distributed as dist
 from torch import nn
 
 from gpt_guard import Guardian, GuardUsageError
-from gpt_guard.callbacks.distributed.checksum import checksum
-from gpt_guard.callbacks.distributed.replicas import ReplicaSync
+from gpt_guard.callbacks.distributed.replicas import ReplicaSync, checksum
 from gpt_guard.catalogue import entry
 
 RANKS = 2

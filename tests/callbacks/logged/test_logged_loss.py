@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from gpt_guard.callbacks.defaults import default_guards
-from gpt_guard.callbacks.logged.logged_loss import LoggedLoss
+from gpt_guard.callbacks.logged.guards import LoggedLoss
 from gpt_guard.guardian import Guardian
 from gpt_guard.records import Finding
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpt_guard import Guardian, GuardUsageError
-from gpt_guard.callbacks.logged.logged_update import LoggedUpdate
+from gpt_guard.callbacks.logged.guards import LoggedUpdate
 from gpt_guard.records import Finding
 
 Log = Callable[[nn.Module, dict[str, Tensor], float], dict[str, Any]]

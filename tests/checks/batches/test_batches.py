@@ -11,15 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from gpt_guard.callbacks.losses.shift import find_shift
-from gpt_guard.checks.batches.shift import loss_shifts
+from gpt_guard.callbacks.losses.pairing import find_shift
 from gpt_guard.checks.batches.stage import BatchesStage, same_batch
+from gpt_guard.checks.batches.targets import loss_shifts
 from gpt_guard.checks.runner.base import Subject
 from gpt_guard.checks.runner.forward import shifts_inside
 from gpt_guard.checks.runner.run import check
 from gpt_guard.checks.tokenizer.tokenizers import adapt
 from gpt_guard.records import CheckResult, Severity
 from mini_gpt import MiniGPT, MiniGPTConfig
+
+from ..results import assert_caught, by_title, failed
 
 B, T = 8, 16
 CHARS = [chr(97 + index) for index in range(24)]
@@ -113,11 +115,7 @@ def plain_loss(logits: Tensor, y: Tensor) -> Tensor:
 def lines(batch: Any = None, model: Any = MiniGPT, **given: Any) -> dict[str, CheckResult]:
     built = model(CONFIG) if isinstance(model, type) else model
     report = check(built, batch=batch, **{"tokenizer": TOKENS, "only": ["batches"], **given})
-    return {result.title: result for result in report.checks}
-
-
-def failed(results: dict[str, CheckResult]) -> dict[str, str]:
-    return {title: r.findings[0].code for title, r in results.items() if r.status == "failed"}
+    return by_title(report.checks)
 
 
 X, Y = rows()
@@ -263,18 +261,13 @@ BROKEN: dict[str, tuple[dict[str, Any], str, str, str]] = {
 
 @pytest.mark.parametrize(("given", "title", "code", "cause"), BROKEN.values(), ids=BROKEN.keys())
 def test_planted_bugs_are_caught_where_they_are(given: dict[str, Any], title: str, code: str, cause: str) -> None:
-    results = lines(**given)
-    assert failed(results) == {title: code}
-    found = results[title].findings[0]
-    assert cause in found.causes[0]
-    assert found.severity is Severity.ERROR
-    assert results[title].expected
+    assert_caught(lines(**given), title, code, cause)
 
 
-@pytest.mark.parametrize(("shift", "said"), [(0, "0 (100.0%"), (2, "2 (100.0%"), (-1, "-1 (100.0%")])
-def test_the_shift_that_was_found_is_said(shift: int, said: str) -> None:
+@pytest.mark.parametrize(("shift", "words"), [(0, "0 (100.0%"), (2, "2 (100.0%"), (-1, "-1 (100.0%")])
+def test_the_shift_that_was_found_is_said(shift: int, words: str) -> None:
     result = lines((X, rows(shift)[1]))["shift"]
-    assert result.measured.startswith(said)
+    assert result.measured.startswith(words)
     assert result.expected == "1"
     assert result.facts == {"shift": shift}
     assert lines((X, OTHER))["shift"].measured.startswith("none fits")

@@ -10,7 +10,7 @@ import torch
 
 from gpt_guard.checkpoint import save_checkpoint
 from gpt_guard.checks.checkpoint.stage import CheckpointStage
-from gpt_guard.checks.files.load import read_checkpoint
+from gpt_guard.checks.files.stage import read_checkpoint
 from gpt_guard.checks.runner.base import Subject
 from gpt_guard.checks.runner.run import preflight
 from gpt_guard.checks.tokenizer.tokenizers import adapt

@@ -11,11 +11,13 @@ from gpt_guard.checks.environment.stage import EnvironmentStage
 from gpt_guard.checks.runner.base import Subject
 from gpt_guard.records import CheckResult
 
+from ..results import by_title
+
 META = torch.device("meta")
 
 
 def ask(subject: Subject) -> dict[str, CheckResult]:
-    return {result.title: result for result in EnvironmentStage().run(subject)}
+    return by_title(EnvironmentStage().run(subject))
 
 
 def codes(result: CheckResult) -> list[str]:

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpt_guard.checks.files.load import UnusableFile, read_checkpoint, read_ids, read_tokenizer
-from gpt_guard.checks.files.stage import FilesStage, size
+from gpt_guard.checks.files.stage import FilesStage, UnusableFile, read_checkpoint, read_ids, read_tokenizer, size
 from gpt_guard.checks.runner.base import Subject
 from gpt_guard.checks.tokenizer.tokenizers import CharTokenizer
 from gpt_guard.records import CheckResult
@@ -150,7 +149,7 @@ def test_its_package_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: p
     def refuse(name: str) -> Any:
         raise ImportError(name)
 
-    monkeypatch.setattr("gpt_guard.checks.files.load.import_module", refuse)
+    monkeypatch.setattr("gpt_guard.checks.files.stage.import_module", refuse)
     hugging_face_file(tmp_path / "tokenizer.json")
     with pytest.raises(UnusableFile) as caught:
         read_tokenizer(tmp_path)

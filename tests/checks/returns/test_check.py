@@ -8,8 +8,7 @@ from torch import Tensor
 
 from gpt_guard import check_returns
 from gpt_guard.catalogue import entry
-from gpt_guard.checks.asserts.failed import CheckFailed
-from gpt_guard.checks.asserts.returns import assert_returns
+from gpt_guard.checks.asserts import CheckFailed, assert_returns
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.records import Severity
 

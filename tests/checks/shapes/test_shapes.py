@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from gpt_guard.checks.runner.report import PreflightReport
 from gpt_guard.checks.runner.run import check
-from gpt_guard.checks.shapes.foreign_device import run_elsewhere
-from gpt_guard.checks.shapes.logit_shape import distinct_sizes, layout_of
+from gpt_guard.checks.shapes.foreign_device import stays_behind
+from gpt_guard.checks.shapes.stage import distinct_sizes, layout_of
 from gpt_guard.checks.tokenizer.tokenizers import adapt
 
 from ..small_gpt import GPT, Attention, C, T, V, batch
@@ -75,8 +75,8 @@ def test_each_wrong_layout_is_named(change: Callable[[Tensor], Tensor], letters:
 def test_layouts_are_told_apart_by_sizes_that_differ() -> None:
     assert distinct_sizes(12, 12, {11, 3}) == (2, 10)
     assert distinct_sizes(3, None, set()) == (2, 3)
-    assert layout_of(torch.zeros(3, 5, 7), 3, 5, 7, set()).cause == ""
-    assert layout_of(torch.zeros(3, 9, 5), 3, 5, None, set()).cause == "class_first"
+    assert layout_of(torch.zeros(3, 5, 7), 3, 5, 7, set())[1] == ""
+    assert layout_of(torch.zeros(3, 9, 5), 3, 5, None, set())[1] == "class_first"
 
 
 def test_ids_in_place_of_scores() -> None:
@@ -242,7 +242,7 @@ def test_cpu_scalars_move_as_torch_lets_them() -> None:
         def logits(self, idx: Tensor) -> Tensor:
             return super().logits(idx) * torch.tensor(2.0)
 
-    assert run_elsewhere(Scalars().eval(), batch()[0]).ran
+    assert stays_behind(Scalars().eval(), batch()[0]) is None
 
 
 def test_a_forward_that_reads_values_is_not_asked() -> None:

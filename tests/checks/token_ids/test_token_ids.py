@@ -8,16 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-import gpt_guard.checks.token_ids.id_stats as id_stats_module
-import gpt_guard.checks.token_ids.windows as windows_module
+import gpt_guard.checks.token_ids.copies as copies_module
+import gpt_guard.checks.token_ids.ids as ids_module
 from gpt_guard.checks.runner.base import Subject
-from gpt_guard.checks.token_ids.copies import window_length
-from gpt_guard.checks.token_ids.id_stats import id_stats, runs
+from gpt_guard.checks.token_ids.copies import overlap, repetition, window_hashes, window_length
+from gpt_guard.checks.token_ids.ids import id_stats, runs
 from gpt_guard.checks.token_ids.stage import TokenIdsStage
-from gpt_guard.checks.token_ids.windows import overlap, repetition, window_hashes
 from gpt_guard.checks.tokenizer.tokenizers import adapt
 from gpt_guard.records import CheckResult, Severity
 from mini_gpt import MiniGPT, MiniGPTConfig
+
+from ..results import assert_caught, by_title, failed
 
 CHARS = [chr(65 + index) for index in range(60)]
 V = len(CHARS)
@@ -32,12 +33,7 @@ def text(count: int = 6000, seed: int = 1, vocab_size: int = V) -> Tensor:
 
 def lines(stage: TokenIdsStage | None = None, **given: Any) -> dict[str, CheckResult]:
     defaults: dict[str, Any] = {"tokenizer": adapt(CHARS), "vocab_size": V, "block_size": 16}
-    results = (stage or TokenIdsStage()).run(Subject(**{**defaults, **given}))
-    return {result.title: result for result in results}
-
-
-def failed(results: dict[str, CheckResult]) -> dict[str, str]:
-    return {title: r.findings[0].code for title, r in results.items() if r.status == "failed"}
+    return by_title((stage or TokenIdsStage()).run(Subject(**{**defaults, **given})))
 
 
 BPE: dict[str, Any] = {"tokenizer": None, "vocab_size": 50304, "block_size": 16}
@@ -189,12 +185,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str, str, str]] = {
 
 @pytest.mark.parametrize(("given", "title", "code", "cause"), BROKEN.values(), ids=BROKEN.keys())
 def test_planted_bugs_are_caught_where_they_are(given: dict[str, Any], title: str, code: str, cause: str) -> None:
-    results = lines(**given)
-    assert failed(results) == {title: code}
-    found = results[title].findings[0]
-    assert cause in found.causes[0]
-    assert found.severity is Severity.ERROR
-    assert results[title].expected
+    assert_caught(lines(**given), title, code, cause)
 
 
 def test_the_first_bad_id_and_its_place_are_named() -> None:
@@ -265,7 +256,7 @@ def test_what_is_missing_is_said() -> None:
 def test_figures_do_not_depend_on_the_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.cat([text(100), torch.full((40,), 5), text(100, 3), torch.full((20,), 6)])
     expected = [(run.start, run.length, run.id) for run in slow_runs(ids, 15)]
-    monkeypatch.setattr(id_stats_module, "CHUNK", chunk)
+    monkeypatch.setattr(ids_module, "CHUNK", chunk)
     longest, long = runs(ids, 15)
     assert [tuple(run) for run in long] == expected
     assert longest.length == max(length for _, length, _ in expected)
@@ -279,7 +270,7 @@ def slow_runs(ids: Tensor, least: int) -> list[Any]:
     for index in range(1, ids.numel() + 1):
         if index == ids.numel() or ids[index] != ids[start]:
             if index - start >= least:
-                found.append(id_stats_module.Run(start, index - start, int(ids[start])))
+                found.append(ids_module.Run(start, index - start, int(ids[start])))
             start = index
     return found
 
@@ -298,7 +289,7 @@ def test_windows_hash_the_same_exactly_where_they_are_the_same(n: int) -> None:
 
 @pytest.mark.parametrize("chunk", [5, 10**6])
 def test_overlap_and_repetition_are_counted_exactly(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows_module, "CHUNK", chunk)
+    monkeypatch.setattr(copies_module, "CHUNK", chunk)
     train, held_out = torch.randint(3, (300,)), torch.randint(3, (80,))
     known = {tuple(window) for window in train.unfold(0, 4, 1).tolist()}
     windows = [tuple(window) for window in held_out.unfold(0, 4, 1).tolist()]
@@ -317,7 +308,7 @@ def test_a_run_alone_is_no_repetition() -> None:
 
 
 def test_anchors_stand_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows_module, "ANCHORS", 100)
+    monkeypatch.setattr(copies_module, "ANCHORS", 100)
     held_out = torch.cat([text(3000), text(3000, 9)])
     found = overlap(held_out, text(3000), 50)
     assert found.windows <= 100
@@ -326,9 +317,7 @@ def test_anchors_stand_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint16], ids=str)
 def test_very_long_data_are_sampled_where_copies_begin(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    import gpt_guard.checks.token_ids.copies as copies
-
-    monkeypatch.setattr(copies, "MAX_IDS", 3000)
+    monkeypatch.setattr(copies_module, "MAX_IDS", 3000)
     results = lines(data={"train": text(20000).repeat(2).to(dtype), "val": text(20000)[-900:].to(dtype)})
     assert failed(results) == {"train: repetition": "GG636", "val in train": "GG638"}
     assert "in 3,000 of 40,000 ids" in results["train: repetition"].measured

@@ -14,12 +14,13 @@ from torch import nn
 
 from gpt_guard.checkpoint.fingerprint import tokenizer_digest
 from gpt_guard.checks.runner.base import Subject
-from gpt_guard.checks.tokenizer.invisible import invisible
-from gpt_guard.checks.tokenizer.special import model_rows, special_id, special_ids, token_embedding
-from gpt_guard.checks.tokenizer.stage import TokenizerStage
-from gpt_guard.checks.tokenizer.tokenizers import adapt
+from gpt_guard.checks.tokenizer.stage import TokenizerStage, invisible
+from gpt_guard.checks.tokenizer.tokenizers import adapt, special_ids
+from gpt_guard.checks.tokenizer.vocabulary import model_rows, special_id, token_embedding
 from gpt_guard.records import CheckResult, Severity
 from mini_gpt import MiniGPT, MiniGPTConfig
+
+from ..results import assert_caught, by_title, failed
 
 TEXT = "The cat sat.\nÉlan! A\tday, 12 times over; who knows?\n"
 CHARS = sorted(set(TEXT))
@@ -129,11 +130,7 @@ class Words:
 
 
 def lines(raw: Any, **given: Any) -> dict[str, CheckResult]:
-    return {result.title: result for result in TokenizerStage().run(Subject(tokenizer=adapt(raw), **given))}
-
-
-def failed(results: dict[str, CheckResult]) -> dict[str, str]:
-    return {title: r.findings[0].code for title, r in results.items() if r.status == "failed"}
+    return by_title(TokenizerStage().run(Subject(tokenizer=adapt(raw), **given)))
 
 
 def data(raw: Any, times: int = 60) -> dict[str, torch.Tensor]:
@@ -181,10 +178,8 @@ def test_refusing_a_text_is_no_damage() -> None:
 )
 def test_planted_bugs_are_caught_where_they_are(raw: Any, title: str, code: str, cause: str) -> None:
     results = lines(raw)
-    assert failed(results) == {title: code}
-    assert cause in results[title].findings[0].causes[0]
+    assert_caught(results, title, code, cause)
     assert results[title].measured
-    assert results[title].expected
 
 
 @pytest.mark.parametrize("raw", [ShiftedByOne(), Joins(), DecodesFewer()], ids=lambda raw: type(raw).__name__)

@@ -50,8 +50,6 @@ class CheckpointFingerprint(Guard):
 
     judged_at = frozenset[Moment]()
 
-    late = True
-
     def __init__(
         self,
         tokenizer: Any = None,
@@ -69,7 +67,7 @@ class CheckpointFingerprint(Guard):
         self._weights = weights
         self._compared: dict[str, str] = {}
         self._noted: dict[str, str] = {}
-        self._unseen: list[str] = []
+        self._unreadable: list[str] = []
 
     @property
     def parts(self) -> dict[str, str]:
@@ -107,10 +105,10 @@ class CheckpointFingerprint(Guard):
         return ()
 
     def blind_spots(self) -> Iterable[str]:
-        return tuple(self._unseen)
+        return tuple(self._unreadable)
 
     def _digest(self) -> None:
-        self._unseen = []
+        self._unreadable = []
         self._compared = Fingerprint.of(texts=self._texts).parts
         for part, value in (("tokenizer", self.tokenizer), ("config", self.config)):
             self._try(**{part: value})
@@ -122,7 +120,7 @@ class CheckpointFingerprint(Guard):
         try:
             self._compared |= Fingerprint.of(**part).parts
         except GuardUsageError as error:
-            self._unseen.append(str(error))
+            self._unreadable.append(str(error))
 
     def _compare(self, folder: Path) -> Iterator[Finding]:
         earlier = None
@@ -130,7 +128,7 @@ class CheckpointFingerprint(Guard):
             earlier = read_stamp(folder)
         except OSError as error:
             # Trouble with the folder, and no word about what is in it: nothing is compared, and nothing written.
-            self._unseen.append(f"{folder / NAME} cannot be read ({error.strerror}): nothing is compared with it")
+            self._unreadable.append(f"{folder / NAME} cannot be read ({error.strerror}): nothing is compared with it")
             return
         except ValueError as error:
             seen = f"the fingerprint of the earlier run cannot be read, and was written anew: {error}"
@@ -163,7 +161,7 @@ class CheckpointFingerprint(Guard):
             if stamp != earlier:
                 write_stamp(folder, stamp)
         except OSError as error:
-            self._unseen.append(f"{folder / NAME} cannot be written ({error.strerror}); a later run cannot compare")
+            self._unreadable.append(f"{folder / NAME} cannot be written ({error.strerror}); a later run cannot compare")
 
 
 def _texts(given: Any) -> dict[str, str]:

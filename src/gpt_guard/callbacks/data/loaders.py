@@ -1,13 +1,16 @@
-"""See which loaders the loop iterates, from which line and how often: one call for each `iter(loader)`."""
+"""Where the loop gets its data: which loaders it iterates, how often and from which line, and whether it draws rows."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import random
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset, TensorDataset
 
@@ -121,3 +124,35 @@ def _iterated(original: Any, listeners: tuple[LoaderLog, ...], loader: Loader) -
 
 
 LOADERS = Patch(DataLoader, "__iter__", _iterated)
+
+
+class Draws:
+    """Whether the loop draws its batches at random: the same one each time is then a fault, or all there is.
+
+    Told by torch's own calls in inspected steps, or by a generator that has moved: one that is seeded in the function
+    that draws stands at the same place in each step, but it moved, or was set, between the start of the watch and the
+    first forward. One of the user's own that torch does not draw from (`numpy.random.default_rng(0)`) leaves no trace.
+    """
+
+    def __init__(self) -> None:
+        self.seen = False
+        self._before: tuple[Any, Tensor] | None = _generators()
+
+    def forward_begins(self) -> None:
+        """A forward in training begins; only the first one is looked at."""
+        if self._before is None:
+            return
+        (others, states), self._before = self._before, None
+        now, state = _generators()
+        # Both lie on the host: no device is read, and no mode of the user's needs to see it.
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            self.seen = self.seen or now != others or not torch.equal(state, states)
+
+
+def _generators() -> tuple[Any, Tensor]:
+    """Where the shared generators of Python and of numpy, if it is loaded, stand; and torch's on the CPU."""
+    numpy, known = sys.modules.get("numpy"), None
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        known = (kind, keys.tobytes(), *rest)
+    return (random.getstate(), known), torch.get_rng_state()

@@ -12,7 +12,7 @@ from torch import distributed as dist
 from torch.optim import Optimizer
 
 from gpt_guard.callbacks.base import Guard
-from gpt_guard.callbacks.distributed.checksum import checksum
+from gpt_guard.callbacks.data.hashes import bits_of
 from gpt_guard.callbacks.settings import check_types, patterns
 from gpt_guard.callbacks.updates.param_plan import listed
 from gpt_guard.catalogue import finding
@@ -51,7 +51,7 @@ class ReplicaSync(Guard):
         self._every = every
         self._group = group
         self._only = patterns("ReplicaSync", "only", only)
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         self._clear()
 
     def _clear(self) -> None:
@@ -138,7 +138,7 @@ class ReplicaSync(Guard):
         if self._looks:
             weights = self._gather(self._stack(self._tensors))
             if apart := self._apart(weights):
-                because = "gradients_apart" if self._said & {"GG811", "GG812"} else "optimizer_apart"
+                because = "gradients_apart" if self._reported & {"GG811", "GG812"} else "optimizer_apart"
                 self._due.append(self._weights_apart(apart, weights, because, "after the step"))
             else:
                 self._equal_after = self._steps
@@ -147,11 +147,11 @@ class ReplicaSync(Guard):
     def judge(self, seen: Observation) -> Iterable[Finding]:
         due, self._due = self._due, []
         for found in due:
-            if found.code not in self._said:
-                self._said.add(found.code)
+            if found.code not in self._reported:
+                self._reported.add(found.code)
                 yield found
 
-    # What is said.
+    # What is reported.
 
     def _since_when(self) -> tuple[str, str]:
         """The cause that fits weights which a compared step finds apart, and when that is."""
@@ -240,10 +240,10 @@ class ReplicaSync(Guard):
             yield f"{listed(self._sharded)}: sharded, so no replica of the other ranks'"
 
     def state_dict(self) -> dict[str, Any]:
-        return {"said": sorted(self._said)}
+        return {"said": sorted(self._reported)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._said = set(state["said"])
+        self._reported = set(state["said"])
 
 
 def _odd_ranks(values: Tensor, places: list[int]) -> str:
@@ -254,3 +254,18 @@ def _odd_ranks(values: Tensor, places: list[int]) -> str:
     if column.count(usual) == 1:
         return "no two ranks agree" if len(column) > 2 else "the two ranks disagree"
     return f"rank {', '.join(map(str, odd))} differs from the others"
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """An integer scalar on the tensor's device that is equal for equal bits, and feels the order of elements.
+
+    A sum of bit patterns, each multiplied by a number of its own, wraps around without rounding: the order in which a
+    device adds does not change it. Stays on the device; a change detector, no protection against intent.
+    """
+    values = tensor.detach()
+    if values.layout is not torch.strided:
+        values = values.coalesce().values() if values.layout is torch.sparse_coo else values.to_dense()
+    bits = bits_of(values).flatten()
+    place = torch.arange(1, bits.numel() + 1, device=bits.device)
+    # An odd multiplier keeps every bit; without it, swapped elements of one difference could cancel.
+    return (bits * (place * 0x9E3779B1 | 1)).sum()

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from typing import Any, ClassVar
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpt_guard.callbacks.base import Guard
-from gpt_guard.callbacks.loop_order import order_average, order_clips, order_gradients, order_schedule
-from gpt_guard.callbacks.loop_order.order_calls import CallTap, sees_clipping
-from gpt_guard.callbacks.loop_order.order_cycle import Cycle, Verdict
-from gpt_guard.callbacks.loop_order.order_record import Recorder
-from gpt_guard.callbacks.loop_order.order_tail import Tail, dropped
-from gpt_guard.callbacks.schedule.order_restart import Restart
+from gpt_guard.callbacks.loop_order.calls import LoopCalls, sees_clipping
+from gpt_guard.callbacks.loop_order.cycle import Cycle
+from gpt_guard.callbacks.loop_order.record import LoopRecorder
+from gpt_guard.callbacks.loop_order.rules import RULES
+from gpt_guard.callbacks.loop_order.tail import Tail, dropped
 from gpt_guard.callbacks.settings import check_types
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.modes import TRAIN
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Observation
-
-Rule = Callable[[Cycle], Verdict | None]
 
 
 class LoopOrder(Guard):
@@ -32,54 +28,30 @@ class LoopOrder(Guard):
     In an inspected step `zero_grad`, `scheduler.step`, `unscale_` and torch's clipping functions are patched, and lines
     and version counters are noted; nothing is read but with the one read of the step. Afterwards all of that is gone.
     What stays on costs a few comparisons a step: accumulation whose last micro-batches are dropped at the end of an
-    epoch, and a schedule that begins again.
+    epoch.
 
     Nearly every rule wants to see the same order in two steps in a row: one step may be left out for a reason.
 
     - `uneven`: of micro-batches that are averaged each on its own, how many times as much an element of one may count
       as an element of another, two steps in a row. That accumulation is then not the mean over the whole batch was
       described for language models in October 2024 (Unsloth and Hugging Face, on fixing gradient accumulation).
-    - `restart_factor`: the leap of the lr back to exactly its first value that a new scheduler is looked for at. 1.1:
-      a cosine that is made again after a fifth of its length leaps by that much.
 
     Raises GuardUsageError for a figure that cannot work.
     """
 
-    light: ClassVar[frozenset[str]] = frozenset()
-    late = True
-
-    def __init__(self, *, uneven: float = 2.0, restart_factor: float = 1.1) -> None:
+    def __init__(self, *, uneven: float = 2.0) -> None:
         check_types(LoopOrder, locals())
-        for name, given in (("uneven", uneven), ("restart_factor", restart_factor)):
-            if not given > 1.0:
-                raise GuardUsageError(f"LoopOrder({name}={given!r}) cannot work: expected a factor above 1")
-        self._restart_factor = restart_factor
-        self._rules: dict[str, Rule] = {
-            "cleared_in_each": order_gradients.cleared_in_each,
-            "never_cleared": order_gradients.never_cleared,
-            "cleared_before_step": order_gradients.cleared_before_step,
-            "backward_twice": order_gradients.backward_twice,
-            "stepped_twice": order_gradients.stepped_twice,
-            "clipped_after_step": order_clips.clipped_after_step,
-            "clipped_nothing": order_clips.clipped_nothing,
-            "clipped_away": order_clips.clipped_away,
-            "clipped_between": order_clips.clipped_between,
-            "clipped_scaled": order_clips.clipped_scaled,
-            "scheduled_first": order_schedule.scheduled_first,
-            "scheduled_in_each": order_schedule.scheduled_in_each,
-            "scheduled_another": order_schedule.scheduled_another,
-            "not_divided": order_average.not_divided,
-            "unequal_means": partial(order_average.unequal_means, limit=uneven),
-        }
+        if not uneven > 1.0:
+            raise GuardUsageError(f"LoopOrder(uneven={uneven!r}) cannot work: expected a factor above 1")
+        self._uneven = uneven
         self._tail = Tail()
-        self._restarts: dict[int, Restart] = {}
-        self._rows: dict[tuple[int, str, str], int] = {}
-        self._recorder: Recorder | None = None
-        self._tap: CallTap | None = None
+        # By optimizer, rule and key: in how many cycles in a row it was seen.
+        self._rows: dict[int, dict[tuple[str, str], int]] = {}
+        self._recorder: LoopRecorder | None = None
+        self._calls: LoopCalls | None = None
 
     def attach(self, watch: Watch) -> None:
         super().attach(watch)
-        self._restarts.clear()
         TRAIN.add(self)
         watch.inspection.on_begin(self._begin)
         watch.inspection.on_end(self._end)
@@ -96,20 +68,21 @@ class LoopOrder(Guard):
         if not watch.optimizers:
             return
         self._rows.clear()
-        self._recorder = Recorder(watch)
-        self._tap = CallTap(self._recorder, lambda act, call: watch.inspection.run(self._hear, act, call))
+        self._recorder = LoopRecorder(watch)
+        self._calls = LoopCalls(lambda what, subject: watch.inspection.run(self._hear, what, subject))
         watch.forward_begins.append(self._forward_begins)
-        self._tap.open(watch.optimizers, watch.scheduler)
+        self._calls.open(watch.optimizers, watch.scheduler)
 
     def _end(self) -> None:
-        tap, self._tap, self._recorder = self._tap, None, None
-        if tap is not None:
-            tap.close()
+        calls, self._calls, self._recorder = self._calls, None, None
+        if calls is not None:
+            calls.close()
         if self._watch is not None and self._forward_begins in self._watch.forward_begins:
             self._watch.forward_begins.remove(self._forward_begins)
 
-    def _hear(self, act: Callable[[Any], None], call: Any) -> None:
-        act(call)
+    def _hear(self, what: str, subject: Any) -> None:
+        if self._recorder is not None:
+            getattr(self._recorder, what)(subject)
 
     def _forward_begins(self) -> None:
         if self._recorder is not None:
@@ -140,24 +113,19 @@ class LoopOrder(Guard):
     def mode_begins(self, module: nn.Module, training: bool) -> bool:
         """One call; false, since its end is of no interest."""
         if self._watch is not None and module is self._watch.model:
-            self._watch.settle()
             self._tail.mode_changed()
-            if self._recorder is not None:
-                self._recorder.mode_changed(training)
         return False
 
     def mode_ended(self) -> None:
-        """Never comes."""
+        """Never called: `mode_begins` asks for no end."""
 
-    # What is said about it.
+    # Judging.
 
     def judge(self, seen: Observation) -> Iterator[Finding]:
         if seen.evaluation:
             return
         if tail := self._tail.step(seen.micro_batches):
             yield dropped(*tail, seen.step, at_end=False)
-        if seen.lr and not seen.skipped:
-            yield from self._judge_restart(seen)
         if self._recorder is None:
             return
         if seen.skipped:
@@ -165,29 +133,20 @@ class LoopOrder(Guard):
         else:
             yield from self._judge_cycle(self._recorder, seen)
 
-    def _judge_restart(self, seen: Observation) -> Iterator[Finding]:
-        restart = self._restarts.get(seen.optimizer)
-        if restart is None:
-            restart = self._restarts[seen.optimizer] = Restart()
-        return restart.judge(seen, self.watch.optimizers[seen.optimizer], self._restart_factor)
-
-    def _judge_cycle(self, recorder: Recorder, seen: Observation) -> Iterator[Finding]:
+    def _judge_cycle(self, recorder: LoopRecorder, seen: Observation) -> Iterator[Finding]:
         recorder.values |= {name: each for name, each in seen.readings.items() if name.startswith(recorder.prefix)}
         last, events = recorder.cycle(seen.optimizer)
         if not events:
             return
-        index = seen.optimizer
-        before, rows = self._rows, {}
-        running = {key for other, _, key in before if other == index}
-        cycle = Cycle(index, events, last, seen, recorder.values, running)
-        for name, rule in self._rules.items():
-            verdict = rule(cycle)
-            if verdict is not None:
-                row = before.get((index, name, verdict.key), 0) + 1
-                rows[index, name, verdict.key] = row
-                if row == verdict.in_a_row:
-                    yield verdict.finding
-        self._rows = {key: row for key, row in before.items() if key[0] != index} | rows
+        before, rows = self._rows.get(seen.optimizer, {}), {}
+        running = {key for _, key in before}
+        cycle = Cycle(seen.optimizer, events, last, seen, recorder.values, running, self._uneven)
+        for rule in RULES:
+            if (result := rule(cycle)) is not None:
+                row = rows[rule.__name__, result.key] = before.get((rule.__name__, result.key), 0) + 1
+                if row == result.in_a_row:
+                    yield result.finding
+        self._rows[seen.optimizer] = rows
 
     def finish(self) -> Iterable[Finding]:
         # An exception on its way out ends a run in the middle of whatever it was doing.

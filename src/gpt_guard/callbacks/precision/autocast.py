@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.settings import check_types
 from gpt_guard.catalogue import finding
 from gpt_guard.errors import GuardUsageError
-from gpt_guard.hooks.functions.functions import FunctionCall
+from gpt_guard.hooks.functions.call_record import CallPlace
+from gpt_guard.hooks.functions.function_calls import FunctionCall
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Observation, SourceLine
 
@@ -23,9 +24,9 @@ _LEAST = 2
 class AutocastUse(Guard):
     """Looks, in the inspected steps, at the dtype in which matrix products of the model come out while autocast is on.
 
-    Told are products in float32 of float32 inputs while autocast is on for the model's device, with their module and
+    It reports products in float32 of float32 inputs while autocast is on for the model's device, with their module and
     line, and a loss under autocast after a forward that ran without. Silent where autocast is nowhere on. A part kept
-    out on purpose by `autocast(enabled=False)` is not told: there autocast is off. `least` is the number of such
+    out on purpose by `autocast(enabled=False)` is not reported: there autocast is off. `least` is the number of such
     products that a module must make before it counts.
 
     Raises GuardUsageError for `least` below 1.
@@ -38,11 +39,11 @@ class AutocastUse(Guard):
         if least < 1:
             raise GuardUsageError(f"least is {least}; it counts matrix products and must be at least 1")
         self._least = least
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         self._clear()
 
     def _clear(self) -> None:
-        self._full: dict[str, tuple[int, SourceLine | None, str]] = {}
+        self._full: dict[str, tuple[int, CallPlace]] = {}
         self._cast = 0
         self._without = 0
         self._loss: SourceLine | None = None
@@ -60,29 +61,21 @@ class AutocastUse(Guard):
         super().detach()
 
     def _multiplied(self, call: FunctionCall) -> None:
-        out, inside = call.result, call.module
-        if not isinstance(out, Tensor) or inside is None or self.watch.evaluation or not out.is_floating_point():
+        out = call.result
+        if not isinstance(out, Tensor) or call.module is None or self.watch.evaluation or not out.is_floating_point():
             return
         device = out.device.type
-        if torch.is_autocast_enabled(device):
-            if out.dtype is torch.float32:
-                self._note(call, inside)
-            else:
-                self._cast += 1
-        else:
+        if not torch.is_autocast_enabled(device):
             self._without += 1
-            others = [
+            others = (
                 kind for kind in ("cuda", "cpu", "mps", "xpu") if kind != device and torch.is_autocast_enabled(kind)
-            ]
-            self._elsewhere = others[0] if others else self._elsewhere
-
-    def _note(self, call: FunctionCall, inside: nn.Module) -> None:
-        place = self.watch.tap.index.get(id(inside))
-        if place is None:
-            return
-        path = self.watch.tap.names[place]
-        count, line, kind = self._full.get(path, (0, None, ""))
-        self._full[path] = (count + 1, line or call.line, kind or type(inside).__name__)
+            )
+            self._elsewhere = next(others, self._elsewhere)
+        elif out.dtype is not torch.float32:
+            self._cast += 1
+        elif (place := self.watch.calls.place(call)).module is not None:
+            count, first = self._full.get(place.module, (0, place))
+            self._full[place.module] = (count + 1, first)
 
     def _lost(self, call: FunctionCall) -> None:
         out = call.result
@@ -90,66 +83,51 @@ class AutocastUse(Guard):
             self._loss = self._loss or call.line
 
     def judge(self, seen: Observation) -> Iterable[Finding]:
-        """Tell once a step has shown it."""
+        """Report once a step has shown it."""
         if not self._full and not self._without:
             return
-        if self._elsewhere is not None and not self._cast:
-            device = next((each.device.type for each in self.watch.parameters.values()), "cpu")
-            yield from self._finding(
-                seen,
-                "other_device",
-                f"autocast is on for {self._elsewhere}, and the model computes on {device}: nothing is cast.",
-                None,
-                "",
-                None,
-            )
-        elif self._loss is not None and not self._cast and not self._full:
-            yield from self._finding(
-                seen,
-                "outside",
-                f"The loss was computed under autocast, and all {self._without} matrix products of the model before it "
-                f"without: the model is called outside of the context.",
-                None,
-                "",
-                self._loss,
-            )
-        for path, (count, line, kind) in self._full.items():
-            if count >= self._least and self._cast:
-                yield from self._finding(
-                    seen,
-                    "custom",
-                    f"{count} matrix products of `{path}` ({kind}) came out in float32 under autocast; "
-                    f"{self._cast} others of the model were cast.",
-                    path,
-                    kind,
-                    line,
+        float32 = sum(count for count, _ in self._full.values()) + self._without
+        for likely, text, place in self._issues():
+            # A cause that is the model's own module is known by its path.
+            cause = likely if place.module is None else place.module
+            if cause not in self._reported:
+                self._reported.add(cause)
+                yield finding(
+                    "GG510",
+                    text,
+                    likely=[likely],
+                    step=seen.step,
+                    moment=Moment.FORWARD,
+                    cause_id=cause,
+                    evidence={"cast": self._cast, "float32": float32},
+                    guard=self.name,
+                    **place.fields,
                 )
         if not self.watch.inspection.active:
             self._clear()
 
-    def _finding(
-        self, seen: Observation, likely: str, text: str, path: str | None, kind: str, line: SourceLine | None
-    ) -> Iterable[Finding]:
-        cause = path if path is not None else likely
-        if cause in self._said:
-            return
-        self._said.add(cause)
-        yield finding(
-            "GG510",
-            text,
-            likely=[likely],
-            step=seen.step,
-            moment=Moment.FORWARD,
-            module=path,
-            module_class=kind or None,
-            where=line,
-            cause_id=cause,
-            evidence={"cast": self._cast, "float32": sum(each[0] for each in self._full.values()) + self._without},
-            guard=self.name,
-        )
+    def _issues(self) -> Iterator[tuple[str, str, CallPlace]]:
+        """Cause, text and place of each thing that is wrong."""
+        if self._elsewhere is not None and not self._cast:
+            device = next((each.device.type for each in self.watch.parameters.values()), "cpu")
+            text = f"autocast is on for {self._elsewhere}, and the model computes on {device}: nothing is cast."
+            yield "other_device", text, CallPlace(None, None, None)
+        elif self._loss is not None and not self._cast and not self._full:
+            text = (
+                f"The loss was computed under autocast, and all {self._without} matrix products of the model before it "
+                f"without: the model is called outside of the context."
+            )
+            yield "outside", text, CallPlace(self._loss, None, None)
+        for path, (count, place) in self._full.items():
+            if count >= self._least and self._cast:
+                text = (
+                    f"{count} matrix products of `{path}` ({place.module_class}) came out in float32 under autocast; "
+                    f"{self._cast} others of the model were cast."
+                )
+                yield "custom", text, place
 
     def state_dict(self) -> dict[str, Any]:
-        return {"said": sorted(self._said)}
+        return {"said": sorted(self._reported)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._said = set(state["said"])
+        self._reported = set(state["said"])

@@ -1,0 +1,1 @@
+"""The learning rate at each step, and the schedulers that set it."""

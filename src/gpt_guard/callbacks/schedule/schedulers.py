@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
-
-class SchedulerState(NamedTuple):
-    """Where a scheduler stands: its position, and the learning rates it computed last; None where it keeps none."""
-
-    position: int | None
-    last_lr: tuple[float, ...] | None
+from gpt_guard.callbacks.schedule.rates import same_rates
 
 
 class SchedulerView:
@@ -46,17 +41,18 @@ class SchedulerView:
         self.length = length(inner)
         self._overran = False
 
-    def look(self, state: SchedulerState, lr: tuple[float, ...], skipped: int) -> int:
-        """Take in how it stood before an optimizer step; returns by how much it moved since the last one.
+    def look(self, lr: tuple[float, ...], skipped: int) -> int:
+        """Take in how it stands before an optimizer step; returns by how much it moved since the last one.
 
         Skipped steps are taken off.
         """
-        now, own = state
+        scheduler = self.get()
+        now, own = position(scheduler), last_lr(scheduler)
         moved = 0 if now is None or self.last is None or not self.judged else now - self.last
         self.last = now
         self.judged += 1
         if now != self.start and own is not None and len(own) == len(lr):
-            if _close(own, lr):
+            if same_rates(own, lr):
                 self.agrees += 1
             else:
                 self.differs += 1
@@ -164,11 +160,6 @@ def position(scheduler: Any) -> int | None:
     return int(own) if isinstance(own, (int, float)) else None
 
 
-def state_of(scheduler: Any) -> SchedulerState:
-    """Where a scheduler stands now; of one that is gone, nowhere."""
-    return SchedulerState(position(scheduler), last_lr(scheduler))
-
-
 def length(scheduler: Any) -> int | None:
     """The position at which it has done all that it was made for, where torch's own kinds have one.
 
@@ -195,10 +186,6 @@ def last_lr(scheduler: Any) -> tuple[float, ...] | None:
     if any(isinstance(value, Tensor) and value.device.type != "cpu" for value in values):
         return None
     return tuple(float(value) for value in values)
-
-
-def _close(one: Iterable[float], other: Iterable[float]) -> bool:
-    return all(abs(a - b) <= 1e-6 * max(abs(a), abs(b)) for a, b in zip(one, other, strict=True))
 
 
 def _plain(optimizer: Any) -> Any:

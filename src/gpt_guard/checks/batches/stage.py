@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import groupby, islice, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpt_guard.catalogue import finding
-from gpt_guard.checks.batches.batch_form import bad_batch_shape, bad_device, bad_dtype, ignored_index, shape, too_large
-from gpt_guard.checks.batches.labels import Batch, end_left_out, hardly_any, loss_ignores, padding_targets, supervised
-from gpt_guard.checks.batches.shift import loss_shifts, not_shifted
-from gpt_guard.checks.runner.base import Stage, Subject
-from gpt_guard.checks.token_ids.id_findings import out_of_range, type_name
-from gpt_guard.checks.token_ids.id_stats import id_stats
-from gpt_guard.checks.tokenizer.special import model_rows, special_id
+from gpt_guard.checks.batches.form import bad_batch_shape, bad_device, bad_dtype, ignored_index, shape, too_large
+from gpt_guard.checks.batches.targets import (
+    Batch,
+    end_left_out,
+    hardly_any,
+    loss_ignores,
+    loss_shifts,
+    not_shifted,
+    padding_targets,
+    supervised,
+)
+from gpt_guard.checks.runner.base import Need, Stage, Subject
+from gpt_guard.checks.token_ids.ids import id_stats, out_of_range, type_name
 from gpt_guard.checks.tokenizer.tokenizers import Tokenizer
+from gpt_guard.checks.tokenizer.vocabulary import id_limit, special_id, tokens_of
 from gpt_guard.records import CheckResult, Finding, Severity
 
 DRAWN = 4
@@ -24,6 +33,10 @@ DRAWN = 4
 SHOWN = 24
 MIN_IDS = 16
 """Two batches of fewer ids may be equal by chance where the vocabulary is small."""
+FORM = ("device", "shape", "dtype", "range")
+"""The lines that say whether a model can be called with the batch, in their order."""
+UNUSABLE = "the given one cannot be used"
+BATCH_AS_GIVEN = Need[Batch](lambda subject: subject.batch, "no batch was given, and there is no data to cut one from")
 
 
 class BatchesStage(Stage):
@@ -36,13 +49,10 @@ class BatchesStage(Stage):
     number = 5
     name = "batches"
     title = "Batches"
-
-    def missing(self, subject: Subject) -> str | None:
-        return None if subject.batch is not None else "no batch was given, and there is no data to cut one from"
+    needs = (BATCH_AS_GIVEN,)
 
     def run(self, subject: Subject) -> Iterator[CheckResult]:
-        assert subject.batch is not None, "the runner asks missing() first"
-        x, y = subject.batch
+        x, y = BATCH_AS_GIVEN(subject)
         # Each needs the one before: a tensor without values has no ids to compare, a float none to count.
         for check in (self._device, self._shape, self._dtype):
             yield (result := check(subject, x, y))
@@ -67,44 +77,30 @@ class BatchesStage(Stage):
         first = next(iter(subject.model.parameters()), None) if subject.model is not None else None
         expected = "the same for x and y" if first is None else f"{first.device}, the model's"
         found = bad_device(subject, x, y)
-        if found is not None and found.severity is Severity.ERROR:
-            return self.failed(title, measured, expected, found)
-        moved = ", to be moved by the loop" if found is not None else ""
-        return self.passed(title, f"{measured}{moved}", expected)
+        if found is not None and found.severity is not Severity.ERROR:
+            return self.line(title, f"{measured}, to be moved by the loop", expected)
+        return self.line(title, measured, expected, found)
 
     def _shape(self, subject: Subject, x: Tensor, y: Tensor) -> CheckResult:
-        title, block_size = "shape", subject.block_size
-        measured = f"x {shape(x)}, y {shape(y)}"
+        block_size = subject.block_size
         expected = "[B, T] both" + (f", T up to {block_size}" if block_size is not None else "")
         found = bad_batch_shape(x, y, block_size, subject.ignore_index)
-        if found is not None:
-            return self.failed(title, measured, expected, found, batch_shape=shape(x))
-        return self.passed(title, measured, expected, batch_shape=shape(x))
+        return self.line("shape", f"x {shape(x)}, y {shape(y)}", expected, found, batch_shape=shape(x))
 
     def _dtype(self, subject: Subject, x: Tensor, y: Tensor) -> CheckResult:
-        title, expected = "dtype", "int64, or what the model casts itself"
         measured = type_name(x) if x.dtype == y.dtype else f"x {type_name(x)}, y {type_name(y)}"
-        found = bad_dtype(subject, x, y)
-        return self.failed(title, measured, expected, found) if found else self.passed(title, measured, expected)
+        return self.line("dtype", measured, "int64, or what the model casts itself", bad_dtype(subject, x, y))
 
     def _range(self, subject: Subject, x: Tensor, y: Tensor, ignore: int, note: Finding | None) -> CheckResult:
-        title = "range"
         stats = id_stats(x)
-        facts = {} if subject.data else {"token_min": stats.low, "token_max": stats.high}
+        facts: dict[str, Any] = {} if subject.data else {"token_min": stats.low, "token_max": stats.high}
         low, high = id_stats(y)[1:3]
         measured = f"x {stats.low} ... {stats.high}, y {low} ... {high}"
-        tokenizer = subject.tokenizer
-        size = tokenizer.size if tokenizer is not None else 0
-        told = (size, f"the tokenizer has {size} ids") if size else (0, "no id is negative")
-        limit, why = model_rows(subject) or told
+        limit, why = id_limit(subject)
         expected = f"0 ... {limit - 1} ({why}), targets also {ignore}" if limit else f"targets below 0 only {ignore}"
-        tokens = tokenizer.tokens if tokenizer is not None else ()
-        outside = out_of_range("x", x, stats, limit or stats.high + 1, why, tokens)
+        outside = out_of_range("x", x, stats, limit or stats.high + 1, why, tokens_of(subject))
         beyond = too_large(y, limit, why) if limit else None
-        found = [one for one in (outside, note, beyond) if one is not None]
-        if any(one.severity is Severity.ERROR for one in found):
-            return self.failed(title, measured, expected, found).model_copy(update={"facts": facts})
-        return self.passed(title, measured, expected, notes=found).model_copy(update={"facts": facts})
+        return self.line("range", measured, expected, (outside, note, beyond), **facts)
 
     def _shift(self, subject: Subject, x: Tensor, y: Tensor, ignore: int, expected: int, why: str) -> CheckResult:
         title = "shift"
@@ -119,9 +115,7 @@ class BatchesStage(Stage):
             return self.skipped(title, "too few targets count to tell")
         fit = f" ({found.share:.1%} of {found.positions:,} targets)"
         measured = f"none fits{fit}" if found.shift is None else f"{found.shift}{fit}"
-        if problem is not None:
-            return self.failed(title, measured, f"{expected}{why}", problem, shift=found.shift)
-        return self.passed(title, measured, f"{expected}{why}", shift=found.shift)
+        return self.line(title, measured, f"{expected}{why}", problem, shift=found.shift)
 
     def _expected(self, subject: Subject) -> tuple[int, str]:
         """The shift that the batch must have, and why where it is 0."""
@@ -135,7 +129,7 @@ class BatchesStage(Stage):
     def _decoded(self, subject: Subject, x: Tensor, y: Tensor, ignore: int, shift: int) -> CheckResult:
         before, after = x[0, :SHOWN].tolist(), y[0, :SHOWN].tolist()
         expected = "the same text, one token on" if shift and subject.causal else "the same text"
-        return self.passed("decoded", f"{_text(subject, before, ignore)} -> {_text(subject, after, ignore)}", expected)
+        return self.line("decoded", f"{_text(subject, before, ignore)} -> {_text(subject, after, ignore)}", expected)
 
     def _drawn(self, subject: Subject) -> list[Batch]:
         return list(islice(subject.batches(), DRAWN)) if subject.batches is not None else []
@@ -147,7 +141,7 @@ class BatchesStage(Stage):
         pairs = [same_batch(one, other) for one, other in pairwise(drawn)]
         repeated = [_one_row(x) for x, _ in drawn]
         if not any(pairs) and not all(repeated):
-            return self.passed(title, f"{len(drawn)} different ones", expected)
+            return self.line(title, f"{len(drawn)} different ones", expected)
         if any(pairs):
             measured = f"{sum(pairs)} of {len(pairs)} are the one before once more"
             likely = ["fresh_iterator", "reseeded", "drawn_once"] if all(pairs) else ["workers"]
@@ -155,17 +149,14 @@ class BatchesStage(Stage):
             measured, likely = "all rows of each batch are equal", ["one_start"]
         first = drawn[0][0]
         found = finding("GG605", f"{measured}; {len(drawn)} batches of {shape(first)} were drawn", likely=likely)
-        return self.failed(title, measured, expected, found)
+        return self.line(title, measured, expected, found)
 
     def _supervised(self, batches: list[Batch], ignore: int) -> CheckResult:
         seen = supervised(batches, ignore)
-        title, share = "targets that count", seen.targets / seen.of
-        measured = f"{share:.1%}, in {seen.rows} of {seen.of_rows} rows"
-        expected = "one or more in each row"
+        share = seen.targets / seen.of
+        measured, expected = f"{share:.1%}, in {seen.rows} of {seen.of_rows} rows", "one or more in each row"
         found = hardly_any(seen, ignore)
-        if found is not None and found.severity is Severity.ERROR:
-            return self.failed(title, measured, expected, found, supervised_share=share)
-        return self.passed(title, measured, expected, notes=[found] if found else [], supervised_share=share)
+        return self.line("targets that count", measured, expected, found, supervised_share=share)
 
     def _end(self, subject: Subject, batches: list[Batch], ignore: int, shift: int) -> CheckResult:
         title, eos = "end of sequence", special_id(subject, "eos")
@@ -176,31 +167,58 @@ class BatchesStage(Stage):
         counted, left_out = end_left_out(batches, eos, shift, ignore)
         measured, expected = f"id {eos.id} is a target {counted} times", "a target wherever the text before it is"
         if counted or not left_out:
-            return self.passed(title, measured if counted else f"id {eos.id} ends no text in these rows", expected)
+            return self.line(title, measured if counted else f"id {eos.id} ends no text in these rows", expected)
         seen = f"id {eos.id} ({eos.source}) follows a target that counts {left_out} times, and is never one itself"
         pad = special_id(subject, "pad")
         likely = ["mask_short", "template"] if pad is not None and pad.id != eos.id else ["pad_is_eos", "mask_short"]
         found = finding("GG607", seen, likely=likely, evidence={"eos_id": eos.id, "left_out": left_out})
-        return self.failed(title, measured, expected, found)
+        return self.line(title, measured, expected, found)
 
     def _padding(self, subject: Subject, batches: list[Batch], ignore: int, shift: int) -> CheckResult:
         title, pad, eos = "padding", special_id(subject, "pad"), special_id(subject, "eos")
         if pad is None:
             return self.skipped(title, "no padding id is known (pad_id=...)")
         if pad.id == ignore:
-            return self.passed(title, f"id {pad.id} is ignored by the loss", "no target")
+            return self.line(title, f"id {pad.id} is ignored by the loss", "no target")
         places = [(x, y, padding_targets(x, y, pad, eos, shift)) for x, y in batches]
         count = sum(int(where.sum()) for _, _, where in places)
         measured, expected = f"id {pad.id} is a target {count} times", "never a target"
         if not count:
-            return self.passed(title, measured, expected)
+            return self.line(title, measured, expected)
         worst = max(places, key=lambda each: int(each[2].sum()))
         if loss_ignores(subject, *worst, shift):
-            return self.passed(title, f"{measured}, which the loss leaves out by itself", expected)
+            return self.line(title, f"{measured}, which the loss leaves out by itself", expected)
         total = sum(y.numel() for _, y in batches)
         seen = f"{count} of {total} targets are padding (id {pad.id}, {pad.source})"
         found = finding("GG608", seen, evidence={"pad_id": pad.id, "targets": count, "share": count / total})
-        return self.failed(title, measured, expected, found)
+        return self.line(title, measured, expected, found)
+
+
+class BatchFormStage(BatchesStage):
+    """The stage as far as those lines."""
+
+    def run(self, subject: Subject) -> Iterator[CheckResult]:
+        for line in super().run(subject):
+            yield line
+            if line.title == FORM[-1]:
+                return
+
+
+def unusable(lines: Iterable[CheckResult]) -> list[CheckResult]:
+    """Those lines that tell that a model cannot be called with the batch.
+
+    One on another device can, for the checks move it; one without values (on the meta device) is all that fails there.
+    """
+    failed = [line for line in lines if line.stage == BatchesStage.name and line.status == "failed"]
+    return [line for line in failed if line.title in (*FORM[1:], BatchesStage.title) or "meta" in line.measured]
+
+
+def without_batch(subject: Subject) -> Subject:
+    """The subject for the stages that follow: they ask with ids of their own, or say that there is no batch.
+
+    An id out of range would otherwise fail each of them, and on a CUDA device end all work in this process.
+    """
+    return replace(subject, batch=None, batches=None, sources={**subject.sources, "batch": UNUSABLE})
 
 
 def same_batch(one: Batch, other: Batch) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt_guard import catalogue
-from gpt_guard.callbacks.probes.leak_words import distances, likely_future
+from gpt_guard.callbacks.probes.findings import distances, likely_future
 from gpt_guard.checkpoint.fingerprint import unwrap
 from gpt_guard.checks.runner.forward import call
 from gpt_guard.checks.runner.perturb import other_ids, repeatable

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gpt_guard.callbacks.probes.leak_words import likely_rows
+from gpt_guard.callbacks.probes.findings import likely_rows
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.causality.leaks import SEEDS, FutureLeak, TokenChanges, input_gradients, prefixes, train_briefly
 from gpt_guard.checks.runner.base import MODEL, VOCABULARY, Need, Stage, Subject, vocabulary
 from gpt_guard.checks.runner.forward import loss_of
 from gpt_guard.checks.runner.perturb import precise, probe_ids, widened
-from gpt_guard.checks.tokenizer.special import special_id
+from gpt_guard.checks.tokenizer.vocabulary import special_id
 from gpt_guard.hooks.isolation.eval_no_grad import quiet
 from gpt_guard.hooks.isolation.preserve import preserved
 from gpt_guard.hooks.isolation.tolerance import difference, rounding

@@ -13,7 +13,7 @@ from torch import nn
 
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.runner.base import Stage, Subject
-from gpt_guard.records import CheckResult
+from gpt_guard.records import CheckResult, Severity
 
 MIN_PYTHON = (3, 11)
 MIN_TORCH = (2, 6)
@@ -27,9 +27,6 @@ class EnvironmentStage(Stage):
     name = "environment"
     title = "Environment"
 
-    def missing(self, subject: Subject) -> str | None:
-        return None
-
     def run(self, subject: Subject) -> Iterator[CheckResult]:
         yield self._version("Python", platform.python_version(), tuple(sys.version_info[:2]), MIN_PYTHON)
         yield self._version("torch", str(torch.__version__), torch_version(), MIN_TORCH)
@@ -41,11 +38,11 @@ class EnvironmentStage(Stage):
         yield self._determinism(subject)
 
     def _version(self, what: str, text: str, version: tuple[int, ...], oldest: tuple[int, ...]) -> CheckResult:
-        expected = f"{'.'.join(map(str, oldest))} or newer"
-        if version >= oldest:
-            return self.passed(what, text, expected)
-        seen = f"{what} is {text}; {expected} is needed ({sys.executable})"
-        return self.failed(what, text, expected, finding("GG614", seen, likely=["environment"]))
+        expected, found = f"{'.'.join(map(str, oldest))} or newer", None
+        if version < oldest:
+            seen = f"{what} is {text}; {expected} is needed ({sys.executable})"
+            found = finding("GG614", seen, likely=["environment"])
+        return self.line(what, text, expected, found)
 
     def _device(self, subject: Subject) -> CheckResult:
         chosen, here = subject.device, accelerators()
@@ -53,20 +50,20 @@ class EnvironmentStage(Stage):
         if problem := unusable_device(chosen):
             cause = "index" if "only" in problem else "cpu_build" if torch.version.cuda is None else "hidden"
             seen = f"{chosen} was chosen: {problem}; torch sees {listed}"
-            return self.failed("device", chosen, "usable", finding("GG612", seen, likely=[cause]))
+            return self.line("device", chosen, "usable", finding("GG612", seen, likely=[cause]))
         if chosen.type != "cpu" or "device" not in subject.sources:
-            return self.passed("device", f"{chosen} ({listed})", "usable")
+            return self.line("device", f"{chosen} ({listed})", "usable")
         if here:
             seen = f"the model is on the CPU ({subject.sources['device']}), and torch sees {listed}"
             found = finding("GG611", seen, likely=["not_moved"])
-            return self.failed("device", f"{chosen}, though here is {listed}", here[0], found)
+            return self.line("device", f"{chosen}, though here is {listed}", here[0], found, fails=Severity.WARNING)
         notes = []
         if nvidia_device():
             # A note: whoever installed a CPU build of torch on such a machine may have meant it.
             cause = "cpu_build" if torch.version.cuda is None else "hidden"
             seen = f"an NVIDIA device is here, but torch {torch.__version__} cannot see it"
             notes.append(finding("GG611", seen, likely=[cause]))
-        return self.passed("device", f"{chosen} ({listed})", "the best that torch can use", notes=notes)
+        return self.line("device", f"{chosen} ({listed})", "the best that torch can use", notes)
 
     def _model_device(self, subject: Subject, model: nn.Module) -> CheckResult:
         title, wanted = "model on the device", subject.device
@@ -75,12 +72,12 @@ class EnvironmentStage(Stage):
         if not elsewhere or (subject.sources.get("device") and len(elsewhere) < len(tensors)):
             # Nobody chose a device: a model laid out over several is the user's own plan.
             devices = ", ".join(sorted({str(tensor.device) for tensor in tensors.values()})) or "no tensors"
-            return self.passed(title, devices, wanted)
+            return self.line(title, devices, wanted)
         name, device = next(iter(elsewhere.items()))
         seen = f"{len(elsewhere)} of {len(tensors)} tensors are not on {wanted}: {name} is on {device}"
         cause = "not_moved" if len(elsewhere) == len(tensors) else "in_parts"
         found = finding("GG618", seen, likely=[cause], parameter=name)
-        return self.failed(title, ", ".join(sorted({str(d) for d in elsewhere.values()})), wanted, found)
+        return self.line(title, ", ".join(sorted({str(d) for d in elsewhere.values()})), wanted, found)
 
     def _threads(self) -> CheckResult:
         threads, cores = torch.get_num_threads(), usable_cores()
@@ -88,7 +85,7 @@ class EnvironmentStage(Stage):
         if threads > cores:
             seen = f"torch uses {threads} threads; this process may use {cores:g} cores"
             notes.append(finding("GG613", seen, likely=["quota" if threads <= (os.cpu_count() or 1) else "set"]))
-        return self.passed("threads", threads, f"at most {cores:g}, one for each usable core", notes=notes)
+        return self.line("threads", threads, f"at most {cores:g}, one for each usable core", notes)
 
     def _determinism(self, subject: Subject) -> CheckResult:
         wanted = torch.are_deterministic_algorithms_enabled()
@@ -98,22 +95,16 @@ class EnvironmentStage(Stage):
         broken = []
         if wanted and subject.device.type == "cuda":
             broken = [cause for cause, holds in (("cublas", cublas is None), ("benchmark", benchmark)) if holds]
-        if not broken:
-            return self.passed("determinism", measured, "no contradiction")
         seen = f"torch.use_deterministic_algorithms(True), but CUBLAS_WORKSPACE_CONFIG={cublas}, {measured}"
-        return self.failed("determinism", measured, "no contradiction", finding("GG619", seen, likely=broken))
+        found = finding("GG619", seen, likely=broken) if broken else None
+        return self.line("determinism", measured, "no contradiction", found, fails=Severity.WARNING)
 
 
 def accelerators() -> list[str]:
     """The accelerators that torch can use here, best first, with their names."""
-    found = []
-    if torch.cuda.is_available():
-        found += [f"cuda:{index} {torch.cuda.get_device_name(index)}" for index in range(torch.cuda.device_count())]
-    if torch.backends.mps.is_available():
-        found.append("mps")
-    if hasattr(torch, "xpu") and torch.xpu.is_available():
-        found.append("xpu")
-    return found
+    count = torch.cuda.device_count() if _sees("cuda") else 0
+    found = [f"cuda:{index} {torch.cuda.get_device_name(index)}" for index in range(count)]
+    return [*found, *(kind for kind in ("mps", "xpu") if _sees(kind))]
 
 
 def best_device() -> torch.device:
@@ -124,12 +115,7 @@ def best_device() -> torch.device:
 
 def unusable_device(device: torch.device) -> str:
     """Why a device cannot be used, in words; empty if it can."""
-    available = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "xpu": hasattr(torch, "xpu") and torch.xpu.is_available(),
-    }
-    if not available.get(device.type, True):
+    if not _sees(device.type):
         return f"this torch ({torch.__version__}) sees no {device.type} device"
     if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
         return f"there are only {torch.cuda.device_count()} CUDA devices"
@@ -159,6 +145,12 @@ def usable_cores() -> float:
 def torch_version() -> tuple[int, ...]:
     """Major and minor version of torch, as numbers."""
     return tuple(int(part) for part in str(torch.__version__).split(".")[:2])
+
+
+def _sees(kind: str) -> bool:
+    """True where torch can use devices of this type; those that this package does not know are believed."""
+    homes = {"cuda": torch.cuda, "mps": torch.backends.mps, "xpu": torch.xpu}
+    return kind not in homes or bool(homes[kind].is_available())
 
 
 def _on(flag: bool) -> str:

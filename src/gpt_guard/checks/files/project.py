@@ -1,11 +1,14 @@
-"""A project as it lies in a folder: the model's code is imported, everything else is read as data."""
+"""A project as it lies in a folder: the model's code is imported by name, everything else is read as data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,11 +16,13 @@ from torch import nn
 from gpt_guard.checkpoint.read import Stored, take_apart
 from gpt_guard.checkpoint.reporter import Reporter
 from gpt_guard.checkpoint.weights import copy_weights, fit_weights
-from gpt_guard.checks.files.imported import can_be_called, find, parameters_of, required_of, takes, user_code
-from gpt_guard.checks.files.load import UnusableFile, read_checkpoint, read_ids, read_tokenizer
+from gpt_guard.checks.files.stage import UnusableFile, read_checkpoint, read_ids, read_tokenizer
 from gpt_guard.checks.runner.base import Subject
+from gpt_guard.checks.runner.forward import user_line
 from gpt_guard.checks.runner.gather import VOCAB_NAMES
 from gpt_guard.errors import CheckpointError, GuardUsageError
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -51,6 +56,74 @@ def load_project(project: Project) -> Subject:
     if subject.payload is not None and not project.fresh:
         subject.trained = _load_weights(model, subject)
     return subject
+
+
+def find(spec: str, option: str, required: bool) -> Any:
+    """What `package.module:Name` names, the current folder included. None where it is not there and nobody asked."""
+    module_name, _, attribute = spec.partition(":")
+    if not module_name or not attribute:
+        raise GuardUsageError(f"{option} {spec!r}: write package.module:Name, such as mini_gpt:MiniGPT")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise _broken(error, f"{option} {spec}: importing {module_name}") from error
+        if not required:
+            return None
+        seen = f"there is no module {module_name} in {here} or among the installed packages"
+        fix = f"run it in the folder of {module_name.partition('.')[0]}.py, or give {option} package.module:Name"
+        raise GuardUsageError(f"{option} {spec}: {seen}; {fix}") from error
+    except Exception as error:
+        raise _broken(error, f"{option} {spec}: importing {module_name}") from error
+    found: Any = module
+    for name in attribute.split("."):  # a class in the module, or what is in a class (`Model.loss`)
+        found = getattr(found, name, None)
+    if found is None and required:
+        names = ", ".join(sorted(n for n, v in vars(module).items() if isinstance(v, type) and not n.startswith("_")))
+        raise GuardUsageError(
+            f"{option} {spec}: {module.__name__} has no {attribute}; its classes are {names or 'none'}"
+        )
+    return found
+
+
+def user_code(run: Callable[[], T], doing: str) -> T:
+    """Run the user's code. Raises GuardUsageError with the exception and its line where it raises."""
+    try:
+        return run()
+    except GuardUsageError:
+        raise
+    except (Exception, SystemExit) as error:  # the argparse of a script exits on the arguments of this command
+        raise _broken(error, doing) from error
+
+
+def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The arguments that a class or function takes; none where it does not tell."""
+    try:
+        return inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def required_of(target: Callable[..., Any]) -> list[str]:
+    """The names of the arguments without which it cannot be called."""
+    collecting = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = _parameters(target).items()
+    return [name for name, each in parameters if each.kind not in collecting and each.default is each.empty]
+
+
+def can_be_called(target: Callable[..., Any], **given: Any) -> bool:
+    """True where nothing that is required is missing from `given`."""
+    return set(required_of(target)) <= set(given)
+
+
+def takes(target: Callable[..., Any], settings: Mapping[str, Any]) -> bool:
+    """True where it can be called with exactly these settings."""
+    parameters = _parameters(target)
+    anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    return can_be_called(target, **settings) and (anything or set(settings) <= set(parameters))
 
 
 def _read_files(subject: Subject, required: frozenset[str]) -> None:
@@ -153,5 +226,11 @@ def _settings(subject: Subject) -> dict[str, Any] | None:
 
 def _sizes(kind: Callable[..., Any], subject: Subject) -> dict[str, int]:
     size = subject.tokenizer.size if subject.tokenizer is not None else 0
-    name = next((name for name in VOCAB_NAMES if name in parameters_of(kind)), None)
+    name = next((name for name in VOCAB_NAMES if name in _parameters(kind)), None)
     return {name: size} if name is not None and size > 0 else {}
+
+
+def _broken(error: BaseException, doing: str) -> GuardUsageError:
+    where = user_line(error.__traceback__)
+    place = f" ({where.file}:{where.line} in {where.function})" if where is not None else ""
+    return GuardUsageError(f"{doing} failed: {type(error).__name__}: {error}{place}")

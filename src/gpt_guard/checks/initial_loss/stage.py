@@ -8,14 +8,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.callbacks.losses.first_loss import ALLOWED_ABOVE, FirstLoss, loss_parts
+from gpt_guard.callbacks.losses.reduction import ALLOWED_ABOVE, FirstLoss, loss_parts
 from gpt_guard.callbacks.losses.scores import are_probabilities
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.initial_loss.loss_forms import Form, form_of_loss, output_layer
 from gpt_guard.checks.runner.base import BATCH, MODEL, Stage, Subject
 from gpt_guard.checks.runner.forward import call, project_loss, takes_targets
 from gpt_guard.checks.runner.perturb import probe_ids
-from gpt_guard.checks.tokenizer.special import special_id
+from gpt_guard.checks.tokenizer.vocabulary import special_id
 from gpt_guard.hooks.isolation.eval_no_grad import quiet
 from gpt_guard.records import CheckResult, Finding, Severity
 from gpt_guard.records.render import number

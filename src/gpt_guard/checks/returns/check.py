@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from gpt_guard.catalogue import finding
-from gpt_guard.checks.returns.call import Arguments, Way
 from gpt_guard.checks.returns.reference import (
     CUT,
     KINDS,
@@ -29,14 +32,22 @@ from gpt_guard.records import CheckResult, Finding, Severity
 GAMMA, LAM = 0.5, 0.25
 """Given to functions that take them: powers of two, so that every figure is exact in any floating-point type."""
 TOLERANCE = 1e-4
-
-
-class _Form(NamedTuple):
-    """What one of the results is."""
-
-    kind: Kind
-    gamma: float
-    lam: float
+ROLES: dict[str, frozenset[str]] = {
+    "rewards": frozenset({"reward", "rewards", "rew", "rews", "r"}),
+    "values": frozenset({"value", "values", "val", "vals", "v", "state_values", "critic_values", "baseline"}),
+    "next_values": frozenset({"next_values", "values_next", "next_vals", "v_next", "next_v", "next_state_values"}),
+    "last_value": frozenset({"last_value", "last_val", "last_values", "bootstrap_value", "bootstrap", "final_value"}),
+    "dones": frozenset({"done", "dones", "d", "is_done", "ends"}),
+    "masks": frozenset({"mask", "masks", "not_done", "not_dones", "nonterminal", "nonterminals", "continues"}),
+    "valid": frozenset({"response_mask", "action_mask", "attention_mask", "padding_mask", "loss_mask", "valid"}),
+    "terminated": frozenset({"terminated", "terminateds", "terminal", "terminals", "term", "terms"}),
+    "truncated": frozenset({"truncated", "truncateds", "trunc", "truncs", "timeout", "timeouts", "time_limit"}),
+    "starts": frozenset({"episode_starts", "episode_start", "starts", "is_first"}),
+    "last_done": frozenset({"next_done", "last_done", "last_dones"}),
+    "gamma": frozenset({"gamma", "discount", "discount_factor", "g"}),
+    "lam": frozenset({"lam", "lambda_", "lmbda", "gae_lambda", "lamda", "lambd", "lmb", "tau"}),
+}
+"""Names by which an argument is known; any other one is given as `names={"its_name": "rewards"}`."""
 
 
 def check_returns(
@@ -67,13 +78,13 @@ def check_returns(
     arguments = Arguments(fn, names or {})
     gamma = _factor(arguments, "gamma", gamma, GAMMA)
     lam = (LAM if arguments.has("lam") else 1.0) if lam is None else lam
-    asked = _Asked(arguments, gamma, lam)
-    forms, findings = asked.forms(kind)
-    facts: dict[str, Any] = {"computes": [form.kind for form in forms if form is not None]}
+    trials = _Trials(arguments, gamma, lam)
+    computed, findings = trials.computed(kind)
+    facts: dict[str, Any] = {"computes": [each for each in computed if each is not None]}
     if not findings:
-        findings = asked.mistakes(forms)
-    notes = _cannot_tell(arguments) if asked.bootstraps else []
-    facts["results"] = asked.results
+        findings = trials.mistakes(computed)
+    notes = _cannot_tell(arguments) if trials.bootstraps else []
+    facts["results"] = trials.results
     failed = any(each.severity is Severity.ERROR for each in findings)
     return CheckResult(
         stage="returns",
@@ -86,7 +97,7 @@ def check_returns(
     )
 
 
-class _Asked:
+class _Trials:
     """A function and what it gave for each episode."""
 
     def __init__(self, arguments: Arguments, gamma: float, lam: float) -> None:
@@ -94,63 +105,61 @@ class _Asked:
         self.gamma = gamma
         self.lam = lam
         self.results: dict[str, Any] = {}
-        self._way: Way | None = None
+        self._form: CallForm | None = None
 
     @property
     def bootstraps(self) -> bool:
-        """Whether it is told a value of what follows the last step."""
-        return self.arguments.has("next_values", "last_value") or (self._way is not None and self._way.tail)
+        """Whether it takes a value of what follows the last step."""
+        return self.arguments.has("next_values", "last_value") or (self._form is not None and self._form.tail)
 
     @property
     def _takes_values(self) -> bool:
         return self.arguments.has("values", "next_values", "last_value")
 
-    def run(self, episode: Episode, way: Way) -> list[list[float]]:
+    def run(self, episode: Episode, form: CallForm) -> list[list[float]]:
         """What it gives, each series of numbers."""
-        found = self.arguments.run(episode, self.gamma, self.lam, way)
+        found = self.arguments.run(episode, self.gamma, self.lam, form)
         self.results[episode.name] = found
         return found
 
-    def expected(self, form: _Form, episode: Episode, mistake: str = "") -> list[float]:
-        """What it should give."""
-        known = episode if self._takes_values else without_values(episode)
-        return expected(form.kind, known, form.gamma, form.lam, mistake=mistake)
+    def expected(self, kind: Kind, episode: Episode, mistake: str = "") -> list[float]:
+        """What it should give, or gives with a mistake."""
+        return self._with(kind, episode, self.gamma, self.lam, mistake)
 
-    def forms(self, kind: Kind | None) -> tuple[list[_Form | None], list[Finding]]:
+    def _with(self, kind: Kind, episode: Episode, gamma: float, lam: float, mistake: str = "") -> list[float]:
+        known = episode if self._takes_values else without_values(episode)
+        return expected(kind, known, gamma, lam, mistake=mistake)
+
+    def computed(self, kind: Kind | None) -> tuple[list[Kind | None], list[Finding]]:
         """What each of the results is, seen on an episode without an end; findings where none is anything."""
         # Told no values, a function can compute returns, and a target is the reward itself.
         kinds = (kind,) if kind is not None else KINDS if self._takes_values else ("returns",)
-        ran: tuple[Way, list[list[float]]] | None = None
+        ran: tuple[CallForm, list[list[float]]] | None = None
         failed: Exception | None = None
-        for way in self.arguments.ways():
+        for form in self.arguments.forms():
             try:
-                results = self.run(PLAIN, way)
+                results = self.run(PLAIN, form)
             # The function is the user's own, and raises what it will about a form that it does not take.
             except Exception as error:
                 failed = failed or error
                 continue
-            forms = [self._form(result, kinds) for result in results]
-            if any(form is not None for form in forms):
-                self._way = way
-                return forms, []
-            ran = ran or (way, results)
+            computed = [
+                next((each for each in kinds if _near(result, self.expected(each, PLAIN))), None) for result in results
+            ]
+            if any(computed):
+                self._form = form
+                return computed, []
+            ran = ran or (form, results)
         if ran is None:
             raise GuardUsageError(
                 f"{self.arguments.title} could not be run on {PLAIN.name}, as tensors [T], [T, 1] or [1, T], lists or "
                 f"arrays: {type(failed).__name__}: {failed}"
             ) from failed
-        self._way = ran[0]
-        return [], [self._unknown(self.run(PLAIN, self._way)[0], kinds)]
-
-    def _form(self, result: list[float], kinds: Sequence[Kind]) -> _Form | None:
-        for kind in kinds:
-            form = _Form(kind, self.gamma, self.lam)
-            if _near(result, self.expected(form, PLAIN)):
-                return form
-        return None
+        self._form = ran[0]
+        return [], [self._unknown(self.run(PLAIN, self._form)[0], kinds)]
 
     def _unknown(self, result: list[float], kinds: Sequence[Kind]) -> Finding:
-        wanted = {kind: self.expected(_Form(kind, self.gamma, self.lam), PLAIN) for kind in kinds}
+        wanted = {kind: self.expected(kind, PLAIN) for kind in kinds}
         listed = "; ".join(f"{kind} {_shown(values)}" for kind, values in wanted.items())
         for cause, words, gamma, lam in (
             ("discount", "rewards are not discounted", 1.0, self.lam),
@@ -159,7 +168,7 @@ class _Asked:
             ("discount", "lambda is not used", self.gamma, 1.0),
         ):
             for kind in kinds:
-                if _near(result, self.expected(_Form(kind, gamma, lam), PLAIN)):
+                if _near(result, self._with(kind, PLAIN, gamma, lam)):
                     return self._finding(cause, f"{words}: these are {kind}", PLAIN, result, wanted[kind])
         for kind, values in wanted.items():
             if _near(result[::-1], values):
@@ -169,24 +178,20 @@ class _Asked:
         )
         return self._made("arithmetic", seen, {"result": result, "episode": PLAIN.name})
 
-    def mistakes(self, forms: Sequence[_Form | None]) -> list[Finding]:
+    def mistakes(self, computed: Sequence[Kind | None]) -> list[Finding]:
         """The mistakes that its results show, each once."""
         found: dict[str, Finding] = {}
-        assert self._way is not None, "forms() was asked first"
+        assert self._form is not None, "computed() was asked first"
         for episode, candidates in self._episodes():
-            results = self.run(episode, self._way)
-            for form, result in zip(forms, results, strict=False):
-                if form is None or _near(result, wanted := self.expected(form, episode)):
+            results = self.run(episode, self._form)
+            for kind, result in zip(computed, results, strict=False):
+                if kind is None or _near(result, wanted := self.expected(kind, episode)):
                     continue
-                names = [each for each in candidates if _near(result, self.expected(form, episode, each))]
-                cause, words = "arithmetic", "for no reason known here"
-                if any(MISTAKES[each].cause in found for each in names):
+                names = [each for each in candidates if _near(result, self.expected(kind, episode, each))]
+                if any(MISTAKES[each][0] in found for each in names):
                     continue
-                if names:
-                    cause, words = MISTAKES[names[0]].cause, MISTAKES[names[0]].words
-                found.setdefault(
-                    cause, self._finding(cause, f"{form.kind} are wrong: {words}", episode, result, wanted)
-                )
+                cause, words = MISTAKES[names[0]] if names else ("arithmetic", "for no reason known here")
+                found.setdefault(cause, self._finding(cause, f"{kind} are wrong: {words}", episode, result, wanted))
         if len(found) > 1:
             found.pop("arithmetic", None)
         return list(found.values())
@@ -216,8 +221,155 @@ class _Asked:
         return finding("GG617", f"{seen}.", likely=[cause], where=where, evidence=evidence, cause_id=cause)
 
 
+class CallForm(NamedTuple):
+    """How series are given: what makes one of a list, whether flags are numbers, whether values are `[T + 1]`."""
+
+    convert: Callable[[list[Any]], Any]
+    flag: Callable[[Any], Any]
+    tail: bool
+
+
+class Arguments:
+    """Which argument of a function plays which part. Raises GuardUsageError where that cannot be seen."""
+
+    def __init__(self, function: Callable[..., Any], names: Mapping[str, str]) -> None:
+        if wrong := [role for role in names.values() if role not in ROLES]:
+            raise GuardUsageError(f"names=... has the part {wrong[0]!r}; there are {', '.join(ROLES)}")
+        try:
+            parameters = inspect.signature(function).parameters
+        except (TypeError, ValueError) as error:
+            raise GuardUsageError(
+                f"{function!r:.60} has no signature that can be read: wrap it in a function"
+            ) from error
+        self.function = function
+        self.by_role: dict[str, inspect.Parameter] = {}
+        for name, parameter in parameters.items():
+            role = names.get(name) or self._role(name, parameters)
+            if role is not None:
+                self.by_role[role] = parameter
+            elif parameter.default is parameter.empty and parameter.kind not in (
+                parameter.VAR_POSITIONAL,
+                parameter.VAR_KEYWORD,
+            ):
+                raise GuardUsageError(
+                    f"the part of the argument {name!r} of {_title(function)}{inspect.signature(function)} is not "
+                    f"known: say it as names={{{name!r}: part}}, one of {', '.join(ROLES)}, or give it a default"
+                )
+        if "rewards" not in self.by_role:
+            raise GuardUsageError(
+                f"{_title(function)}{inspect.signature(function)} takes no rewards that could be recognised: give "
+                "names={'its_argument': 'rewards'}"
+            )
+
+    def _role(self, name: str, parameters: Mapping[str, Any]) -> str | None:
+        plain = name.lower().strip("_") if name.lower() != "lambda_" else "lambda_"
+        if plain == "next_value":
+            # Of one step it is the value behind that step; of a rollout, the value behind its end.
+            return "next_values" if {"reward", "r", "rew"} & set(parameters) else "last_value"
+        return next((role for role, known in ROLES.items() if plain in known), None)
+
+    def has(self, *roles: str) -> bool:
+        """Whether the function takes any of these."""
+        return any(role in self.by_role for role in roles)
+
+    @property
+    def title(self) -> str:
+        """The function's name."""
+        return _title(self.function)
+
+    @property
+    def knows_ends(self) -> bool:
+        """Whether it takes where episodes end."""
+        return self.has("dones", "masks", "terminated", "starts")
+
+    def forms(self) -> Iterator[CallForm]:
+        """The forms in which the series may be given: tensors `[T]` first, then with a batch dimension, lists, arrays.
+
+        Where nothing but `values` can tell what follows the last step, these are `[T]` first, and then `[T + 1]`.
+        """
+        alone = self.has("values") and not self.has("next_values", "last_value")
+        for tail in (False, True) if alone else (False,):
+            for convert in (_tensor, _column, _row, list, _array):
+                for flag in (float, bool):
+                    yield CallForm(convert, flag, tail)
+
+    def run(self, episode: Episode, gamma: float, lam: float, form: CallForm) -> list[list[float]]:
+        """Call the function on an episode: each series in what it returns, one number for each step.
+
+        Raises whatever the function raises, and GuardUsageError where no series has a number for each step.
+        """
+        found = list(_series(self.function(**self._given(episode, gamma, lam, form))))
+        steps = len(episode.rewards)
+        if not any(len(each) in (steps, steps + 1) for each in found):
+            raise GuardUsageError(f"it returned series of {[len(each) for each in found]} numbers for {steps} steps")
+        return [each[:steps] for each in found if len(each) in (steps, steps + 1)]
+
+    def _given(self, episode: Episode, gamma: float, lam: float, form: CallForm) -> dict[str, Any]:
+        flag = form.flag
+        ends = [flag(each) for each in episode.ended]
+        starts = [flag(True), *ends[:-1]]
+        if self.has("last_done") and not self.has("starts"):
+            ends = [flag(False), *ends[:-1]]
+        series: dict[str, list[Any]] = {
+            "rewards": list(episode.rewards),
+            "values": [*episode.values, episode.next_values[-1]] if form.tail else list(episode.values),
+            "next_values": list(episode.next_values),
+            "dones": ends,
+            "masks": [flag(not each) for each in episode.ended],
+            "valid": [flag(True)] * len(ends),
+            "terminated": [flag(each) for each in episode.terminated],
+            "truncated": [flag(each) for each in episode.truncated],
+            "starts": starts,
+        }
+        single = {"last_value": float(episode.next_values[-1]), "last_done": flag(episode.ended[-1])}
+        given = {role: form.convert(each) for role, each in series.items()}
+        given |= {role: _last(form.convert([each])) for role, each in single.items()}
+        given |= {"gamma": gamma, "lam": lam}
+        return {parameter.name: given[role] for role, parameter in self.by_role.items()}
+
+
+def _last(series: Any) -> Any:
+    """The only step: a number of no dimension, or `[B]` where there is a batch."""
+    return series[0] if not isinstance(series, Tensor) or series.shape[0] == series.numel() == 1 else series[..., 0]
+
+
+def _tensor(values: list[Any]) -> Tensor:
+    return torch.tensor(values) if isinstance(values[0], bool) else torch.tensor(values, dtype=torch.float64)
+
+
+def _column(values: list[Any]) -> Tensor:
+    return _tensor(values).unsqueeze(1)
+
+
+def _row(values: list[Any]) -> Tensor:
+    return _tensor(values).unsqueeze(0)
+
+
+def _array(values: list[Any]) -> Any:
+    return _tensor(values).numpy()
+
+
+def _series(made: Any) -> Iterator[list[float]]:
+    """Each series of numbers in what a function returned."""
+    if isinstance(made, Tensor) or hasattr(made, "tolist"):
+        yield torch.as_tensor(made).detach().double().flatten().tolist()
+    elif isinstance(made, Mapping):
+        for part in made.values():
+            yield from _series(part)
+    elif isinstance(made, (list, tuple)) and made:
+        if all(isinstance(each, (int, float)) or getattr(each, "shape", None) in ((), (1,)) for each in made):
+            yield [float(each) for each in made]
+        else:
+            for part in made:
+                yield from _series(part)
+
+
+def _title(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
 def _cannot_tell(arguments: Arguments) -> list[Finding]:
-    """A function that is told of ends in one word cannot treat the two kinds of ends as they must be."""
+    """A function with one flag for all ends cannot treat the two kinds of ends as they must be."""
     if not arguments.has("dones", "masks", "starts") or arguments.has("terminated", "truncated"):
         return []
     seen = (

@@ -58,30 +58,18 @@ TWO_LIMITS = Episode(
     (False, True, False, False),
 )
 
-
-@dataclass(frozen=True)
-class Mistake:
-    """A way to be wrong, and the key of the cause in the catalogue."""
-
-    cause: str
-    words: str
-
-
-MISTAKES = {
-    "bootstraps": Mistake("bootstrap_terminal", "the value of the state after a true terminal is used"),
-    "ignores": Mistake("leak", "the end of the episode is ignored: what comes behind it is counted in"),
-    "leaks": Mistake("leak", "what the next episode brings leaks back across its beginning"),
-    "stops": Mistake(
-        "truncation", "the time limit is treated as a true terminal: the value of the last state is left out"
-    ),
-    "runs_on": Mistake("truncation", "the recursion runs on across the time limit, into the next episode"),
-    "no_bootstrap": Mistake(
-        "truncation", "where the rollout stops in the middle, the value of what follows is left out"
-    ),
-    "late": Mistake("index", "the mask is taken from the next step, dones[t + 1], where dones[t] is meant"),
-    "late_open": Mistake("index", "the mask is taken from the next step, dones[t + 1], where dones[t] is meant"),
-    "early": Mistake("index", "the mask is taken from the step before, dones[t - 1], where dones[t] is meant"),
+MISTAKES: dict[str, tuple[str, str]] = {
+    "bootstraps": ("bootstrap_terminal", "the value of the state after a true terminal is used"),
+    "ignores": ("leak", "the end of the episode is ignored: what comes behind it is counted in"),
+    "leaks": ("leak", "what the next episode brings leaks back across its beginning"),
+    "stops": ("truncation", "the time limit is treated as a true terminal: the value of the last state is left out"),
+    "runs_on": ("truncation", "the recursion runs on across the time limit, into the next episode"),
+    "no_bootstrap": ("truncation", "where the rollout stops in the middle, the value of what follows is left out"),
+    "late": ("index", "the mask is taken from the next step, dones[t + 1], where dones[t] is meant"),
+    "late_open": ("index", "the mask is taken from the next step, dones[t + 1], where dones[t] is meant"),
+    "early": ("index", "the mask is taken from the step before, dones[t - 1], where dones[t] is meant"),
 }
+"""Ways to be wrong: the key of the cause in the catalogue, and the words."""
 
 
 def expected(kind: Kind, episode: Episode, gamma: float, lam: float, *, mistake: str = "") -> list[float]:
@@ -142,6 +130,6 @@ def _masks(episode: Episode, mistake: str) -> tuple[list[int], list[int]]:
 
 
 def without_values(episode: Episode) -> Episode:
-    """The same for a function that is told no values at all: it cannot bootstrap, and counts 0."""
+    """The same for a function that takes no values at all: it cannot bootstrap, and counts 0."""
     zeros = (0.0,) * len(episode.rewards)
     return replace(episode, values=zeros, next_values=zeros)

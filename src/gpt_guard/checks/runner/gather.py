@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 from gpt_guard.checkpoint.fingerprint import unwrap
 from gpt_guard.checkpoint.read import take_apart
 from gpt_guard.checkpoint.reporter import Reporter
-from gpt_guard.checks.files.load import UnusableFile, read_checkpoint, read_ids, read_tokenizer
+from gpt_guard.checks.files.stage import UnusableFile, read_checkpoint, read_ids, read_tokenizer
 from gpt_guard.checks.runner.base import Subject
 from gpt_guard.checks.runner.forward import in_form_of, shifts_inside
-from gpt_guard.checks.tokenizer.special import model_rows
 from gpt_guard.checks.tokenizer.tokenizers import adapt
+from gpt_guard.checks.tokenizer.vocabulary import model_rows
 from gpt_guard.errors import CheckpointError, GuardUsageError
 from gpt_guard.hooks.isolation.preserve import preserved
 

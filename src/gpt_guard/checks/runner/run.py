@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gpt_guard.checks.batches.batch_usable import UNUSABLE, BatchForm, unusable, without_batch
-from gpt_guard.checks.batches.stage import BatchesStage
+from gpt_guard.checks.batches.stage import UNUSABLE, BatchesStage, BatchFormStage, unusable, without_batch
 from gpt_guard.checks.runner.base import LossFunction, Stage, Subject, select
 from gpt_guard.checks.runner.forward import raised
 from gpt_guard.checks.runner.gather import complete, gather
@@ -130,7 +129,7 @@ def _bad_batch(subject: Subject, results: Sequence[CheckResult], say: Callable[[
     lines = [result for result in results if result.stage == BatchesStage.name]
     if lines or subject.batch is None:
         return bool(unusable(lines))
-    _ask(BatchForm(), subject, lines.append)
+    _ask(BatchFormStage(), subject, lines.append)
     for line in (bad := unusable(lines)):
         say(line)
     return bool(bad)

@@ -7,52 +7,51 @@ lets pass on a GPU passes here.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functional_call
 
+from gpt_guard.catalogue import finding
 from gpt_guard.checks.runner.forward import user_line
 from gpt_guard.hooks.isolation.eval_no_grad import quiet
-from gpt_guard.records import SourceLine
+from gpt_guard.records import Finding
 
 _ELSEWHERE = torch.device("lazy:0")
 """A device type that every build of torch knows without hardware. The others (cuda, xpu, mps) have no device guard in
 a build that lacks them, and an indexing by None or a list already asks for it (torch 2.13)."""
-_CALLED = "an accelerator"
 _SIGNS = ("same device", "two devices", "different devices", "device mismatch")
 
 
-class Elsewhere(NamedTuple):
-    """What happened: it ran, it would fail for the device (message and line), or it could not be asked."""
-
-    ran: bool
-    mismatch: str = ""
-    where: SourceLine | None = None
-    why_not: str = ""
-    plain: tuple[str, ...] = ()
+class CannotFollow(Exception):
+    """A forward that needs values: `.item()`, shapes that depend on data."""
 
 
-def run_elsewhere(model: nn.Module, x: Tensor) -> Elsewhere:
-    """Run forward on ids `[B, T]` as if everything that `model.to(device)` and `x.to(device)` move were elsewhere.
+def stays_behind(model: nn.Module, x: Tensor) -> Finding | None:
+    """GG645 where forward on ids `[B, T]` would stop, were all that `model.to(device)` and `x.to(device)` move moved.
 
-    Computes nothing and changes nothing. A forward that reads a value (`.item()`, data-dependent shapes) cannot be
-    followed, and is said not to have been asked.
+    Computes nothing and changes nothing. Raises CannotFollow where that cannot be asked.
     """
     try:
         _forward(model, x)
     except Exception as error:  # anything that a fake device cannot do is no fault of the model
         message = " ".join(str(error).split())
-        if any(sign in message.lower() for sign in _SIGNS) and "cpu" in message:
-            message = message.replace(str(_ELSEWHERE), _CALLED)
-            return Elsewhere(False, message[:300], user_line(error.__traceback__), plain=plain_tensors(model))
-        return Elsewhere(False, why_not=f"{type(error).__name__}: {message[:160]}")
-    return Elsewhere(True)
+        if "cpu" not in message or not any(sign in message.lower() for sign in _SIGNS):
+            raise CannotFollow(f"{type(error).__name__}: {message[:160]}") from error
+        message = message.replace(str(_ELSEWHERE), "an accelerator")[:300]
+        seen = f"With the model on another device forward would stop: {message}"
+        where = user_line(error.__traceback__)
+    else:
+        return None
+    line = where.text if where is not None else ""
+    plain = next((name for name in _plain_tensors(model) if f"self.{name.rpartition('.')[2]}" in line), "")
+    if plain:
+        seen += f" `{plain}` is a plain attribute, which model.to(device) leaves behind."
+    likely = "attribute" if plain else "hard_coded" if "cpu" in line else "factory"
+    return finding("GG645", seen, likely=[likely], where=where)
 
 
-def _forward(model: nn.Module, x: Tensor) -> Any:
+def _forward(model: nn.Module, x: Tensor) -> None:
     # Tensors that are plain attributes stay real, and on the CPU, as model.to(device) would leave them.
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
 
@@ -65,14 +64,14 @@ def _forward(model: nn.Module, x: Tensor) -> Any:
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         claimed = {name: moved.setdefault(id(tensor), claim(tensor)) for name, tensor in named}
         with quiet(model):
-            return functional_call(model, claimed, (claim(x),), tie_weights=False)
+            functional_call(model, claimed, (claim(x),), tie_weights=False)
 
 
-def plain_tensors(model: nn.Module) -> tuple[str, ...]:
-    """Attributes that hold a floating-point, Boolean or integer tensor which is neither parameter nor buffer."""
-    return tuple(
+def _plain_tensors(model: nn.Module) -> list[str]:
+    """Attributes that hold a tensor which is neither parameter nor buffer."""
+    return [
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
         for name, value in vars(module).items()
         if isinstance(value, Tensor)
-    )
+    ]

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpt_guard.catalogue import finding
-from gpt_guard.checks.runner.base import Stage, Subject
-from gpt_guard.checks.token_ids.copies import MAX_OVERLAP, MAX_REPEATED, leaked, part_of, repeated, window_length
-from gpt_guard.checks.token_ids.id_findings import (
+from gpt_guard.checks.runner.base import Need, Stage, Subject
+from gpt_guard.checks.token_ids.copies import (
+    COMMON_OVERLAP,
+    MAX_OVERLAP,
+    MAX_REPEATED,
+    overlap,
+    part_of,
+    repetition,
+    sampled,
+    window_length,
+)
+from gpt_guard.checks.token_ids.ids import (
+    IdStats,
     bad_shape,
+    id_stats,
     is_integer,
     not_integers,
     out_of_range,
+    runs,
     too_narrow,
     type_name,
     wrapped,
 )
-from gpt_guard.checks.token_ids.id_stats import IdStats, id_stats, runs
-from gpt_guard.checks.tokenizer.special import RESERVED, model_rows, special_id
+from gpt_guard.checks.tokenizer.vocabulary import RESERVED, id_limit, special_id, tokens_of
 from gpt_guard.records import CheckResult, Finding, Severity
 
 MIN_RUN = 256
@@ -32,7 +44,7 @@ RUN_SHARE = 0.01
 class TokenIdsStage(Stage):
     """Dtype, shape, range, runs, repetition, use of the vocabulary, a decoded sample, overlap between splits.
 
-    `window` is the length, in ids, of the stretches that are compared: by default that of `copies.window_length`.
+    `window` is the length, in ids, of the stretches that are compared; by default it follows from the vocabulary.
     `max_overlap` and `max_repeated` are shares of such windows from which the overlap of splits, and the repetition
     within training, fail.
     """
@@ -40,6 +52,7 @@ class TokenIdsStage(Stage):
     number = 4
     name = "token-ids"
     title = "Token ids"
+    needs = (Need(lambda subject: subject.data or None, lambda subject: _why_none(subject)),)
 
     def __init__(
         self, *, window: int | None = None, max_overlap: float = MAX_OVERLAP, max_repeated: float = MAX_REPEATED
@@ -47,12 +60,6 @@ class TokenIdsStage(Stage):
         self.window = window
         self.max_overlap = max_overlap
         self.max_repeated = max_repeated
-
-    def missing(self, subject: Subject) -> str | None:
-        if subject.data:
-            return None
-        unusable = [kind for kind in subject.unusable if kind not in ("tokenizer", "checkpoint")]
-        return "the files cannot be used" if unusable else "no token ids were given (data=...)"
 
     def run(self, subject: Subject) -> Iterator[CheckResult]:
         usable: dict[str, Tensor] = {}
@@ -64,9 +71,7 @@ class TokenIdsStage(Stage):
             usable[name], figures[name] = ids, id_stats(ids)
             low = min(stats.low for stats in figures.values())
             high = max(stats.high for stats in figures.values())
-            yield self._range(name, ids, figures[name], subject).model_copy(
-                update={"facts": {"token_min": low, "token_max": high}}
-            )
+            yield self._range(name, ids, figures[name], subject, token_min=low, token_max=high)
             yield self._runs(name, ids, subject)
         if not usable:
             return
@@ -76,8 +81,9 @@ class TokenIdsStage(Stage):
         if (n := self._length(ids, subject)) is not None:
             yield self._repetition(name, ids, n)
         if "train" in usable:
-            for other in (other for other in usable if other != "train"):
-                yield self._overlap(other, usable[other], usable["train"], subject)
+            train = usable.pop("train")
+            for other, ids in usable.items():
+                yield self._overlap(other, ids, train, subject)
 
     def _form(self, name: str, ids: Tensor, subject: Subject) -> CheckResult:
         title, block_size = f"{name}: form", subject.block_size
@@ -89,12 +95,10 @@ class TokenIdsStage(Stage):
             found = not_integers(name, ids)
         elif (found := bad_shape(name, ids, block_size)) is None:
             vocab_size = max(_sizes(subject), default=0)
-            tokens = subject.tokenizer.tokens if subject.tokenizer is not None else ()
-            found = too_narrow(name, ids, vocab_size, tokens) or self._short(name, ids, block_size)
-        if found is not None:
-            return self.failed(title, measured, expected, found)
-        cast = "" if ids.dtype in (torch.int64, torch.int32) else ", to be cast to int64 in the batch"
-        return self.passed(title, f"{measured}{cast}", expected)
+            found = too_narrow(name, ids, vocab_size, tokens_of(subject)) or self._short(name, ids, block_size)
+        if found is None and ids.dtype not in (torch.int64, torch.int32):
+            measured += ", to be cast to int64 in the batch"
+        return self.line(title, measured, expected, found)
 
     def _short(self, name: str, ids: Tensor, block_size: int | None) -> Finding | None:
         least = (block_size or 1) + 1 if ids.dim() == 1 else 1
@@ -103,28 +107,29 @@ class TokenIdsStage(Stage):
         seen = f"{name} has {ids.numel()} ids; one row of block_size {block_size} and its targets take {least}"
         return finding("GG633", seen, evidence={"ids": ids.numel(), "needed": least}, cause_id=name)
 
-    def _range(self, name: str, ids: Tensor, stats: IdStats, subject: Subject) -> CheckResult:
+    def _range(self, name: str, ids: Tensor, stats: IdStats, subject: Subject, **facts: Any) -> CheckResult:
         title, measured = f"{name}: range", f"{stats.low} ... {stats.high}"
-        tokenizer = subject.tokenizer
-        tokens, size = (tokenizer.tokens, tokenizer.size) if tokenizer is not None else ((), 0)
-        limit, why = model_rows(subject) or (size, f"the tokenizer has {size} ids")
+        size = subject.tokenizer.size if subject.tokenizer is not None else 0
+        limit, why = id_limit(subject)
         if not limit:
-            return self.passed(title, measured, "unknown: neither a model nor a tokenizer tells the vocabulary's size")
+            unknown = "unknown: neither a model nor a tokenizer tells the vocabulary's size"
+            return self.line(title, measured, unknown, **facts)
         expected = f"0 ... {limit - 1} ({why})"
-        found = out_of_range(name, ids, stats, limit, why, tokens) or wrapped(name, stats, max(limit, size))
-        if found is not None:
-            return self.failed(title, measured, expected, found)
+        found = out_of_range(name, ids, stats, limit, why, tokens_of(subject)) or wrapped(name, stats, max(limit, size))
         unnamed = stats.counts[size:].nonzero().flatten() + size if size else stats.counts.new_empty(0)
-        special = {told.id for told in (special_id(subject, "eos"), special_id(subject, "pad")) if told is not None}
+        special = {one.id for one in (special_id(subject, "eos"), special_id(subject, "pad")) if one is not None}
         strange = [index for index in unnamed.tolist() if index not in special]
-        if not strange:
-            return self.passed(title, measured, expected)
+        if found is not None or not strange:
+            return self.line(title, measured, expected, found, **facts)
         seen = f"{name}: the model has rows for ids {strange[:5]}, but the tokenizer ends at {size - 1}"
-        fields = {"likely": ["special", "other_tokenizer"], "evidence": {"ids": strange[:20]}, "cause_id": name}
+        severity = Severity.ERROR
         if len(strange) <= RESERVED:  # a loop may add an end of text or a padding token itself
-            note = finding("GG631", seen, severity=Severity.WARNING, **fields)
-            return self.passed(title, f"{measured}, {len(strange)} without a token", expected, notes=[note])
-        return self.failed(title, measured, f"0 ... {size - 1} (the tokenizer)", finding("GG631", seen, **fields))
+            severity, measured = Severity.WARNING, f"{measured}, {len(strange)} without a token"
+        else:
+            expected = f"0 ... {size - 1} (the tokenizer)"
+        likely, evidence = ["special", "other_tokenizer"], {"ids": strange[:20]}
+        found = finding("GG631", seen, likely=likely, severity=severity, evidence=evidence, cause_id=name)
+        return self.line(title, measured, expected, found, **facts)
 
     def _runs(self, name: str, ids: Tensor, subject: Subject) -> CheckResult:
         title, least = f"{name}: runs", max(MIN_RUN, subject.block_size or 0) + 1
@@ -137,7 +142,7 @@ class TokenIdsStage(Stage):
         tail = [run for run in long if run.start + run.length == ids.numel()]
         share = sum(run.length for run in long) / ids.numel()
         if not tail and share < RUN_SHARE:
-            return self.passed(title, measured, expected)
+            return self.line(title, measured, expected)
         worst = max(long, key=lambda run: run.length)
         end = "to the very end" if tail else f"in {len(long)} runs"
         seen = (
@@ -146,9 +151,8 @@ class TokenIdsStage(Stage):
         )
         likely = ["preallocated", "corrupt"] if tail else ["padding"] if len(long) > 2 else ["corrupt"]
         evidence = {"start": worst.start, "length": worst.length, "id": worst.id, "share": share}
-        return self.failed(
-            title, measured, expected, finding("GG635", seen, likely=likely, evidence=evidence, cause_id=name)
-        )
+        found = finding("GG635", seen, likely=likely, evidence=evidence, cause_id=name)
+        return self.line(title, measured, expected, found)
 
     def _vocabulary(self, name: str, ids: Tensor, stats: IdStats, subject: Subject) -> CheckResult:
         title, size = "vocabulary used", max(_sizes(subject), default=0)
@@ -160,30 +164,38 @@ class TokenIdsStage(Stage):
         few = stats.distinct <= 2 and not (0 < size <= 4 and stats.distinct > 1)
         padded = _every_second_is_zero(ids)
         if stats.total < MIN_RUN or not (few or padded):
-            return self.passed(title, measured, expected, tokens_used=stats.distinct)
+            return self.line(title, measured, expected, tokens_used=stats.distinct)
         only = stats.counts.nonzero().flatten().tolist()
         what = f"only {stats.distinct} different: {only}" if few else "every second one is 0"
         likely = ["wrong_tensor"] if few else ["wrong_dtype"]
         evidence = {"distinct": stats.distinct}
         found = finding("GG637", f"{name}: {stats.total} ids, {what}", likely=likely, evidence=evidence, cause_id=name)
-        return self.failed(title, measured, expected, found, tokens_used=stats.distinct)
+        return self.line(title, measured, expected, found, tokens_used=stats.distinct)
 
     def _sample(self, name: str, ids: Tensor, subject: Subject) -> CheckResult:
         first = ids.reshape(-1)[:64].tolist()
         title, tokenizer = f"{name} decoded", subject.tokenizer
         if tokenizer is None:
-            return self.passed(title, f"{first[:16]} ... (no tokenizer to decode them with)")
+            return self.line(title, f"{first[:16]} ... (no tokenizer to decode them with)")
         try:
             text = tokenizer.decode(first)
         except Exception as error:  # ids out of range, or half a character: other lines say so where it is wrong
             return self.skipped(title, f"{type(error).__name__} for {first[:16]}")
-        return self.passed(title, f"{text[:100]!r} ...", "text that a person can read")
+        return self.line(title, f"{text[:100]!r} ...", "text that a person can read")
 
     def _repetition(self, name: str, ids: Tensor, n: int) -> CheckResult:
         title, expected = f"{name}: repetition", f"below {self.max_repeated:.0%} of windows of {n} ids occur again"
-        share, found = repeated(name, ids, n, self.max_repeated)
-        measured = f"{share:.1%}{part_of(ids)}"
-        return self.failed(title, measured, expected, found) if found else self.passed(title, measured, expected)
+        again = repetition(sampled(ids), n)
+        measured = f"{again.share:.1%}{part_of(ids)}"
+        if again.share < self.max_repeated or not again.windows:
+            return self.line(title, measured, expected)
+        first, second = ids.reshape(-1).tensor_split(2)
+        twice = torch.equal(first, second)
+        rest = "; the second half is the first once more" if twice else ""
+        seen = f"{name}: {again.share:.1%} of the windows of {n} ids occur more than once{rest}"
+        likely = ["appended"] if twice else ["periodic"] if again.share > 0.99 else ["same_document"]
+        found = finding("GG636", seen, likely=likely, evidence=again._asdict(), cause_id=name)
+        return self.line(title, measured, expected, found)
 
     def _overlap(self, name: str, ids: Tensor, train: Tensor, subject: Subject) -> CheckResult:
         title = f"{name} in train"
@@ -191,16 +203,33 @@ class TokenIdsStage(Stage):
         if n is None:
             return self.skipped(title, f"{name} is too short to tell a copy from chance")
         expected = f"below {self.max_overlap:.0%} of windows of {n} ids"
-        share, found = leaked(name, ids, train, n, self.max_overlap, lambda part: _decoded(part, subject))
-        measured = f"{share:.1%}{part_of(train)}"
-        if found is not None and share >= self.max_overlap:
-            return self.failed(title, measured, expected, found)
-        return self.passed(title, measured, expected, notes=[found] if found is not None else [])
+        shared = overlap(sampled(ids), sampled(train), n)
+        measured = f"{shared.share:.1%}{part_of(train)}"
+        if shared.share < min(COMMON_OVERLAP, self.max_overlap) or shared.first is None:
+            return self.line(title, measured, expected)
+        fails = shared.share >= self.max_overlap
+        whole = ["same_file", "rows_split"] if shared.share > 0.98 else ["rows_split", "duplicates"]
+        same = " (the two are equal)" if ids.shape == train.shape and torch.equal(ids.long(), train.long()) else ""
+        text = _decoded(sampled(ids)[shared.first : shared.first + n], subject)
+        found = finding(
+            "GG638",
+            f"{shared.share:.1%} of the windows of {n} ids in {name} occur in train{same}; the first reads {text}",
+            likely=whole if fails else ["boilerplate", "duplicates"],
+            severity=Severity.ERROR if fails else Severity.WARNING,
+            evidence={**shared._asdict(), "window": n},
+            cause_id=name,
+        )
+        return self.line(title, measured, expected, found)
 
     def _length(self, ids: Tensor, subject: Subject) -> int | None:
         """Ids in a window; None where the split is too short for two of them."""
         n = self.window or window_length(ids.numel(), max(_sizes(subject), default=0))
         return n if ids.numel() >= 2 * n else None
+
+
+def _why_none(subject: Subject) -> str:
+    unusable = [kind for kind in subject.unusable if kind not in ("tokenizer", "checkpoint")]
+    return "the files cannot be used" if unusable else "no token ids were given (data=...)"
 
 
 def _sizes(subject: Subject) -> Iterator[int]:
@@ -219,7 +248,7 @@ def _every_second_is_zero(ids: Tensor) -> bool:
 
 
 def _shown(index: int, subject: Subject) -> str:
-    tokens: Sequence[str] = subject.tokenizer.tokens if subject.tokenizer is not None else ()
+    tokens = tokens_of(subject)
     return f"{tokens[index]!a} (id {index})" if 0 <= index < len(tokens) else f"id {index}"
 
 

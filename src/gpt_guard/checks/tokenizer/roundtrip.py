@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from gpt_guard.catalogue import finding
-from gpt_guard.checks.tokenizer.special import from_library, is_character_list
-from gpt_guard.checks.tokenizer.tokenizers import Tokenizer
+from gpt_guard.checks.tokenizer.tokenizers import Tokenizer, from_library, is_character_list
 from gpt_guard.records import Finding, Severity
 
 RARE = ("\U00013000", "\ua66e", "\u058d")
@@ -18,13 +17,6 @@ UNKNOWN = ("<unk>", "[UNK]", "<|unk|>", "\u2047", "\ufffd")
 MAX_UTF8 = 4
 """Bytes of the longest character in UTF-8."""
 _CONTEXT = 20
-
-
-class Unknown(NamedTuple):
-    """What a tokenizer does with a character it does not have, in words, and the finding if it does so silently."""
-
-    measured: str
-    found: Finding | None = None
 
 
 def roundtrip(tokenizer: Tokenizer, text: str, what: str) -> Finding | None:
@@ -85,66 +77,56 @@ def _decode_cut(tokenizer: Tokenizer, ids: list[int]) -> str:
     return tokenizer.decode(ids)
 
 
-def refusal(tokenizer: Tokenizer, text: str) -> str:
-    """The name of the exception with which `encode` refuses a text; empty if it does not."""
-    try:
-        tokenizer.encode(text)
-    except Exception as error:
-        return type(error).__name__
-    return ""
-
-
 def sample_of(tokenizer: Tokenizer, text: str | None) -> tuple[str, str] | None:
     """A text to send round, and what it is: the user's own, else all characters of the vocabulary.
 
     From a text, characters are left out that a character list does not have. None for a vocabulary of longer tokens
     and no text: it is asked with decoded data.
     """
-    known = {token for token in tokenizer.tokens if len(token) == 1}
-    if text is not None:
-        # Only for a list of characters is a character outside of it unknown; bytes and merges reach further.
-        if is_character_list(tokenizer.tokens):
-            kept = "".join(char for char in text if char in known)
-            missing = sorted(set(text) - known)
-            left_out = f", without {len(missing)} characters that the vocabulary does not have" if missing else ""
-            return (kept, f"the text{left_out}") if kept else None
-        return text, "the text"
-    if is_character_list(tokenizer.tokens):
-        return "".join(token for token in tokenizer.tokens if len(token) == 1), "all characters of the vocabulary"
-    return None
+    if not is_character_list(tokenizer.tokens):
+        # Only in a list of characters is every other character unknown; bytes and merges encode more than they list.
+        return None if text is None else (text, "the text")
+    characters = [token for token in tokenizer.tokens if len(token) == 1]
+    if text is None:
+        return "".join(characters), "all characters of the vocabulary"
+    known = set(characters)
+    kept = "".join(char for char in text if char in known)
+    missing = set(text) - known
+    left_out = f", without {len(missing)} characters that the vocabulary does not have" if missing else ""
+    return (kept, f"the text{left_out}") if kept else None
 
 
-def unknown_character(tokenizer: Tokenizer) -> Unknown:
-    """What happens to a character that the vocabulary does not have. GG622 if it is dropped or becomes an ordinary one.
+def unknown_character(tokenizer: Tokenizer) -> tuple[str, Finding | None]:
+    """What happens to a character that the vocabulary does not have, in words, and GG622 where it happens silently.
 
-    An exception is right, and so is a token that is declared for it (`<unk>`), or a lossless encoding in bytes.
+    Dropped, or turned into an ordinary one. An exception is right, and so is a token that is declared for it (`<unk>`),
+    or a lossless encoding in bytes.
     """
     known = next((token for token in tokenizer.tokens if len(token) == 1 and token.isalnum()), "a")
     probe = next(char for char in RARE if char not in tokenizer.tokens)
+    text = f"{known}{probe}{known}"
     try:
-        ids = tokenizer.encode(f"{known}{probe}{known}")
+        ids = tokenizer.encode(text)
     except Exception as error:
-        return Unknown(f"{probe!a} raises {type(error).__name__}")
+        return f"{probe!a} raises {type(error).__name__}", None
     try:
         back = tokenizer.decode(ids)
     except Exception as error:
         seen = f"{probe!r} is encoded as {ids}, which decode refuses: {type(error).__name__}: {str(error)[:200]}"
-        return Unknown(f"{probe!a} gives ids that cannot be decoded", finding("GG622", seen, likely=["replaced"]))
+        return f"{probe!a} gives ids that cannot be decoded", finding("GG622", seen, likely=["replaced"])
     left = back.replace(known, "").strip()
     if left == probe:
-        return Unknown(f"{probe!a} is encoded without loss")
+        return f"{probe!a} is encoded without loss", None
     if _is_declared(left, tokenizer):
-        return Unknown(f"{probe!a} becomes {left!r}, the token for what is unknown")
-    bpe = from_library(tokenizer)
-    likely = (["no_unknown"] if bpe else []) + (["replaced"] if left else ["dropped"])
-    text = f"{known}{probe}{known}"
+        return f"{probe!a} becomes {left!r}, the token for what is unknown", None
+    likely = ["replaced" if left else "dropped"]
+    if from_library(tokenizer):
+        likely.insert(0, "no_unknown")
     lost = "became another" if left else "is gone"
     seen = f"{text!r} is encoded as {ids[:8]} and decoded as {back!r}: {probe!r} {lost}"
     evidence: dict[str, Any] = {"text": text, "ids": ids[:8], "decoded": ascii(back)}
-    return Unknown(
-        f"{probe!a} {f'becomes {left!r}' if left else 'is dropped'}",
-        finding("GG622", seen, likely=likely, evidence=evidence),
-    )
+    measured = f"{probe!a} {f'becomes {left!r}' if left else 'is dropped'}"
+    return measured, finding("GG622", seen, likely=likely, evidence=evidence)
 
 
 def _change(text: str, back: str) -> str:
@@ -185,7 +167,7 @@ def _is_declared(token: str, tokenizer: Tokenizer) -> bool:
     if "unk" in token.lower() or token == "\u2047":  # sentencepiece writes its unknown token as that sign
         return True
     raw = tokenizer.raw
-    told = [getattr(raw, name, None) for name in ("unk_token", "unknown_token", "unk", "unk_char")]
+    texts = [getattr(raw, name, None) for name in ("unk_token", "unknown_token", "unk", "unk_char")]
     ids = [getattr(raw, name, None) for name in ("unk_id", "unk_token_id", "unk_index")]
     named = [tokenizer.tokens[i] for i in ids if isinstance(i, int) and 0 <= i < len(tokenizer.tokens)]
-    return bool(token) and token in [*told, *named]
+    return bool(token) and token in [*texts, *named]

@@ -1,13 +1,19 @@
-"""Tokenizers of any make behind one small face: encode, decode, size, and the tokens in order of id."""
+"""Tokenizers of any make behind one small face: encode, decode, size, the tokens in order of id, and special ids."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from gpt_guard.checkpoint.fingerprint import token_list
 from gpt_guard.errors import GuardUsageError
+
+LIBRARIES = ("tokenizers", "transformers", "sentencepiece", "tiktoken")
+"""Packages whose tokenizers say in their own documentation what they normalise."""
+_SPECIAL = re.compile(r"(^|_)(eos|bos|eot|pad|padding|sep|cls|mask|endoftext|end_of_text)(_|$)")
+"""How tokenizers of one's own call the attributes that hold the id of a special token."""
 
 
 class Tokenizer(Protocol):
@@ -73,8 +79,8 @@ class OwnTokenizer:
         """Number of ids, as the tokens show it, or as the tokenizer says."""
         if self.tokens:
             return len(self.tokens)
-        said = next((getattr(self.raw, name) for name in ("vocab_size", "n_vocab") if hasattr(self.raw, name)), None)
-        return said if isinstance(said, int) else len(self.raw) if hasattr(self.raw, "__len__") else 0
+        size = next((getattr(self.raw, name) for name in ("vocab_size", "n_vocab") if hasattr(self.raw, name)), None)
+        return size if isinstance(size, int) else len(self.raw) if hasattr(self.raw, "__len__") else 0
 
     def encode(self, text: str) -> list[int]:
         """Ids as the user's `encode` gives them; a Hugging Face `Encoding` is unpacked."""
@@ -103,6 +109,38 @@ def adapt(tokenizer: Any) -> Tokenizer:
         f"a tokenizer of type {type(tokenizer).__name__} is not understood: give a list of characters, "
         f'{{"chars": [...]}}, or an object with encode(text) and decode(ids)'
     )
+
+
+def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids that encode does not make out of text: control tokens of the common libraries, and `eos_id` and the like."""
+    raw = tokenizer.raw
+    ids: set[int] = set(integers(getattr(raw, "all_special_ids", ())))
+    own = {**vars(type(raw)), **getattr(raw, "__dict__", {})}
+    ids |= set(integers(value for name, value in own.items() if _SPECIAL.search(name.lower())))
+    table = getattr(raw, "_special_tokens", None)  # tiktoken has no public name for it
+    if isinstance(table, Mapping):
+        ids |= set(integers(table.values()))
+    added = getattr(raw, "get_added_tokens_decoder", None)
+    if callable(added):
+        ids |= {index for index, token in added().items() if getattr(token, "special", False)}
+    if callable(getattr(raw, "is_control", None)):
+        ids |= {index for index in range(tokenizer.size) if raw.is_control(index) or raw.is_unknown(index)}
+    return frozenset(ids)
+
+
+def from_library(tokenizer: Tokenizer) -> bool:
+    """True for a tokenizer object of a known library, or of a class derived from one."""
+    return any(kind.__module__.partition(".")[0] in LIBRARIES for kind in type(tokenizer.raw).__mro__)
+
+
+def is_character_list(tokens: Sequence[str]) -> bool:
+    """True where tokens are characters, but for a few special ones."""
+    return bool(tokens) and sum(len(token) == 1 for token in tokens) >= 0.8 * len(tokens)
+
+
+def integers(values: Iterable[Any]) -> list[int]:
+    """Those of the values that are integers; True and False are none."""
+    return [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
 
 
 def _is_char_list(value: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.callbacks.modes.mode_sensitive import described, sensitive_modules
+from gpt_guard.callbacks.modes.sensitive import described, sensitive_modules
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.runner.base import MODEL, VOCABULARY, Stage, Subject
 from gpt_guard.checks.runner.perturb import other_ids, probe_ids, repeatable

@@ -92,7 +92,7 @@ class RunDir:
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer in the folder, or None. Loads torch."""
-        from gpt_guard.checks.files.load import UnusableFile, read_tokenizer
+        from gpt_guard.checks.files.stage import UnusableFile, read_tokenizer
 
         folder = self.path / "tokenizer"
         for path in [*sorted(folder.glob("*.json")), self.path / "tokenizer.json"]:

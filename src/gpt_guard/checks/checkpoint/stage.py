@@ -18,8 +18,8 @@ from gpt_guard.checks.checkpoint.belonging import config_of, differing, file_mis
 from gpt_guard.checks.checkpoint.optimizer_reload import optimizer_reload, with_state
 from gpt_guard.checks.checkpoint.reload import reload, unsaved_in_use
 from gpt_guard.checks.gradients.backward import Task
-from gpt_guard.checks.runner.base import Need, Stage, Subject
-from gpt_guard.checks.runner.perturb import probe_ids, vocabulary
+from gpt_guard.checks.runner.base import Need, Stage, Subject, vocabulary
+from gpt_guard.checks.runner.perturb import probe_ids
 from gpt_guard.errors import CheckpointError
 from gpt_guard.records import CheckResult, Finding, Severity
 from gpt_guard.records.render import printable

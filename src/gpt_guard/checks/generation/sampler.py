@@ -11,9 +11,9 @@ from gpt_guard.catalogue import finding
 from gpt_guard.checks.generation.decoding import cropped, last_logits
 from gpt_guard.checks.generation.greedy_comparison import compare, is_greedy
 from gpt_guard.checks.generation.user_generate import BadDraw, Misfit, UserGenerate, find_generate, recorded
-from gpt_guard.checks.runner.base import Stage, Subject
+from gpt_guard.checks.runner.base import Stage, Subject, vocabulary
 from gpt_guard.checks.runner.forward import raised, user_line
-from gpt_guard.checks.runner.perturb import probe_ids, vocabulary
+from gpt_guard.checks.runner.perturb import probe_ids
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.evaluation import evaluation_mode
 from gpt_guard.hooks.isolation.eval_no_grad import quiet

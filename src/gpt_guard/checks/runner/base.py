@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from gpt_guard.errors import GuardUsageError
 from gpt_guard.records import CheckResult, Finding, Severity
 
 T = TypeVar("T")
-Status = Literal["passed", "failed", "skipped"]
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -156,46 +155,19 @@ class Stage(ABC):
         given = (findings,) if isinstance(findings, Finding) else findings or ()
         found = tuple(each for each in given if each is not None)
         crossed = tuple(Severity)[tuple(Severity).index(fails) :]
-        status: Status = "failed" if any(each.severity in crossed for each in found) else "passed"
-        return self._result(status, title, measured, expected, found, facts)
-
-    def passed(
-        self, title: str, measured: Any, expected: Any = "", *, notes: Iterable[Finding] = (), **facts: Any
-    ) -> CheckResult:
-        """A line with a tick: the measured figure next to the expected one; `notes` are findings that fail nothing."""
-        return self._result("passed", title, measured, expected, tuple(notes), facts)
-
-    def failed(
-        self, title: str, measured: Any, expected: Any, findings: Finding | Iterable[Finding], **facts: Any
-    ) -> CheckResult:
-        """A line with a cross, and the findings that say why. Raises ValueError where there is none."""
-        found = (findings,) if isinstance(findings, Finding) else tuple(findings)
-        if not found:
-            raise ValueError(f"{self.name}: {title} failed without a finding that says why")
-        return self._result("failed", title, measured, expected, found, facts)
-
-    def skipped(self, title: str, why: str) -> CheckResult:
-        """A line that says what was not asked and why."""
-        return self._result("skipped", title, why, "", (), {})
-
-    def _result(
-        self,
-        status: Status,
-        title: str,
-        measured: Any,
-        expected: Any,
-        found: tuple[Finding, ...],
-        facts: dict[str, Any],
-    ) -> CheckResult:
         return CheckResult(
             stage=self.name,
             title=title,
-            status=status,
+            status="failed" if any(each.severity in crossed for each in found) else "passed",
             measured=str(measured),
             expected=str(expected),
             facts=facts,
             findings=found,
         )
+
+    def skipped(self, title: str, why: str) -> CheckResult:
+        """A line that says what was not asked and why."""
+        return CheckResult(stage=self.name, title=title, status="skipped", measured=why)
 
 
 NAMES = (

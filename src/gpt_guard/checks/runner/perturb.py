@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.checks.runner.base import Subject
-from gpt_guard.checks.runner.base import vocabulary as vocabulary
+from gpt_guard.checks.runner.base import Subject, vocabulary
 from gpt_guard.checks.runner.forward import call
 from gpt_guard.hooks.isolation.eval_no_grad import quiet
 from gpt_guard.hooks.isolation.preserve import preserved

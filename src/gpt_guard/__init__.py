@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpt_guard.blackbox.again import replay
+    from gpt_guard.blackbox.replay import replay
     from gpt_guard.callbacks.attention.embedding import IndexCalls
     from gpt_guard.callbacks.attention.guard import AttentionCalls
     from gpt_guard.callbacks.base import Guard
@@ -144,7 +144,7 @@ _HOME = {
     "loss_balance": "callbacks.losses.terms",
     "read_report": "report.file",
     "read_run": "report.run_log",
-    "replay": "blackbox.again",
+    "replay": "blackbox.replay",
     "save_checkpoint": "checkpoint",
     "stages": "runtime.data_stages",
     "stamp_cache": "checkpoint.cache",

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from gpt_guard.blackbox.service import BlackBox
+from gpt_guard.blackbox.black_box import BlackBox
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.defaults import default_guards
 from gpt_guard.callbacks.finite.microscope import Microscope
@@ -20,7 +20,7 @@ from gpt_guard.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpo
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.evaluation import evaluation_mode
 from gpt_guard.records import Finding, Observation, Report
-from gpt_guard.replaying.outcome import Outcome
+from gpt_guard.replaying.recipe import ReplayOutcome
 from gpt_guard.replaying.service import Replayer
 from gpt_guard.runtime import arguments
 from gpt_guard.runtime.dispatch import Dispatch
@@ -253,7 +253,7 @@ class Guardian(Staged):
         """Tell the replay of a loss function outside of the model: `f = guardian.watch_loss(f)`, or as a decorator."""
         return self._replayer.watch_loss(function)
 
-    def replay(self) -> Outcome:
+    def replay(self) -> ReplayOutcome:
         """Run the newest step's forward again and tell which operation first gave non-finite values, if any did.
 
         For a notebook or a debugger; print it. Where no step is held any more, what the last replay has shown; raises

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from gpt_guard import Guardian
-from gpt_guard.blackbox.again import replay
 from gpt_guard.blackbox.bundle import read_bundle
+from gpt_guard.blackbox.replay import replay
 from gpt_guard.cli.app import app
 from gpt_guard.errors import GuardError, GuardUsageError
 

@@ -125,7 +125,7 @@ def test_the_recorded_class_is_built_where_its_source_is_trusted(fail: Fail) -> 
 
 @pytest.mark.usefixtures("here")
 def test_a_source_that_is_no_model_is_not_called(fail: Fail, tmp_path: Path) -> None:
-    from .test_files import reseal
+    from .test_bundle import reseal
 
     path = fail("log").path
     made = tmp_path / "made"

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from gpt_guard import Guardian
-from gpt_guard.blackbox.again import replay
 from gpt_guard.blackbox.likeness import likeness
+from gpt_guard.blackbox.replay import replay
 from gpt_guard.blackbox.source import Source, source_of
 from gpt_guard.cli.app import app
 from gpt_guard.errors import GuardError
 
 from .conftest import HERE, Fail
 from .failing_models import LogOfZero, MaskedLog, TwoFaults
-from .test_files import reseal
+from .test_bundle import reseal
 
 MODEL = """
 import torch

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from gpt_guard import Guardian
-from gpt_guard.blackbox.again import replay
 from gpt_guard.blackbox.bundle import read_bundle
-from gpt_guard.blackbox.folder import whole_folder
-from gpt_guard.blackbox.manifest import FileName
-from gpt_guard.blackbox.plain import Plain, host_copy
+from gpt_guard.blackbox.replay import replay
+from gpt_guard.blackbox.stored import FileName
+from gpt_guard.blackbox.write import Plain, host_copy, whole_folder
 from gpt_guard.errors import GuardError, GuardUsageError
 
 from .conftest import Fail, built
@@ -66,7 +65,7 @@ def test_a_folder_that_is_there_is_not_replaced(tmp_path: Path, filled: bool) ->
 def test_a_process_that_is_killed_in_between_leaves_no_bundle(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys, pathlib\n"
-        "from gpt_guard.blackbox.folder import whole_folder\n"
+        "from gpt_guard.blackbox.write import whole_folder\n"
         "with whole_folder(pathlib.Path(sys.argv[1]) / 'crash-step-000001') as folder:\n"
         "    (folder / 'manifest.json').write_text('{}')\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"

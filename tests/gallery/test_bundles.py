@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt_guard.blackbox.again import replay
+from gpt_guard.blackbox.replay import replay
 
 from .collection import CASES
 from .parts import Case, loop_of, run, told

@@ -39,9 +39,7 @@ def test_values_gradients_and_random_numbers_are_those_of_an_untraced_run(
     assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(plain, seen, strict=True))
 
 
-def test_the_limit_stops_it_from_inside_and_is_told_first() -> None:
-    told: list[str] = []
-
+def test_the_limit_stops_it_from_inside_whatever_the_code_catches() -> None:
     def slow(h: Tensor) -> Tensor:
         time.sleep(0.02)
         try:
@@ -49,12 +47,8 @@ def test_the_limit_stops_it_from_inside_and_is_told_first() -> None:
         except Exception:
             return h
 
-    with (
-        pytest.raises(TimeUp, match=r"0\.01 s"),
-        Trace(model := Net(slow), limit_s=0.01, on_limit=lambda: told.append("up")),
-    ):
+    with pytest.raises(TimeUp, match=r"0\.01 s"), Trace(model := Net(slow), limit_s=0.01):
         model(torch.randn(3, 4))
-    assert told == ["up"]
     assert not torch_module._global_forward_hooks
 
 

@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from gpt_guard.blackbox.anatomy import MOST, classes_of, kinds_of, settings_of
 from gpt_guard.blackbox.code import EDITED, UNKNOWN, code_files, digests, home_of, is_torch
-from gpt_guard.blackbox.recipe_file import function_name
-from gpt_guard.blackbox.source import Source, config_of
+from gpt_guard.blackbox.source import MOST, Source, classes_of, config_of, kinds_of, settings_of
+from gpt_guard.blackbox.stored import function_name
 from gpt_guard.checkpoint.fingerprint import config_changes
 from gpt_guard.records.render import printable
 
@@ -118,3 +117,9 @@ def _here(recorded: str, now: Mapping[str, str]) -> str | None:
 
 def _names(modules: list[str], files: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(Path(files[module]).name for module in modules))
+
+
+def environment_changes(recorded: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """What is not as it was, each as a sentence part: "torch was 2.12.0, is 2.13.0"."""
+    shared = [name for name in recorded if name in now and name != "gpt_guard"]
+    return [f"{name} was {recorded[name]}, is {now[name]}" for name in shared if recorded[name] != now[name]]

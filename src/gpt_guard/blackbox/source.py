@@ -1,4 +1,4 @@
-"""Where the code of a model is: names and a place for a person to open, never something to run by itself."""
+"""What is recorded of a model's code, its parts and the machine: names for a person, never to be run by itself."""
 
 from __future__ import annotations
 
@@ -6,17 +6,30 @@ import inspect
 import math
 import os
 from contextlib import suppress
+from importlib import metadata
+from itertools import islice
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
+import torch
 from pydantic import Field, JsonValue
 from torch import nn
 
-from gpt_guard.blackbox.anatomy import classes_of, kinds_of, settings_of
 from gpt_guard.blackbox.code import UNKNOWN, code_files, digests, home_of, is_own, root_of, script
+from gpt_guard.blackbox.stored import plain_path
 from gpt_guard.checkpoint.belongs import model_config
 from gpt_guard.checkpoint.fingerprint import unwrap
+from gpt_guard.hooks.surroundings import surroundings
 from gpt_guard.records import Record
+from gpt_guard.replaying.isolation import REGISTRIES
+
+MOST = 50_000
+"""Entries of a table: a model of more modules is compared in the first ones."""
+
+_PLAIN = (int, float, str, bool, type(None), torch.dtype)
+_LONGEST = 100
+_MOST_ITEMS = 20
 
 
 class Source(Record):
@@ -103,3 +116,64 @@ def source_of(model: nn.Module, since: float = math.inf) -> Source:
         "code": digests(code_files(kinds_of(model)), since),
     }
     return found.model_copy(update=changes)
+
+
+def _modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules by path; of a wrapper and what is in it, which share a path, the inner one."""
+    return {plain_path(path): module for path, module in unwrap(model).named_modules()}
+
+
+def _kind_of(module: nn.Module) -> type:
+    # A lazy layer takes its class with the first forward.
+    return getattr(module, "cls_to_become", None) or type(module)
+
+
+def kinds_of(model: nn.Module) -> list[type]:
+    """The classes of all modules, each once."""
+    return list(dict.fromkeys(map(_kind_of, _modules_of(model).values())))
+
+
+def classes_of(model: nn.Module) -> dict[str, str]:
+    """`module:Class` of each module by its path in the plain model."""
+    names = {kind: f"{home_of(kind).module}:{kind.__qualname__}" for kind in kinds_of(model)}
+    return {path: names[_kind_of(module)] for path, module in islice(_modules_of(model).items(), MOST)}
+
+
+def settings_of(model: nn.Module) -> dict[str, str]:
+    """Numbers, short texts, short lists of them and functions among the attributes of all modules, as text."""
+    found = (
+        (f"{path}.{name}" if path else name, text)
+        for path, module in _modules_of(model).items()
+        for name, value in vars(module).items()
+        if name not in REGISTRIES and (text := _text(value)) is not None
+    )
+    return dict(islice(found, MOST))
+
+
+def _text(value: Any) -> str | None:
+    """A value in writing; None for what has no short one that is the same in another process."""
+    if isinstance(value, (FunctionType, BuiltinFunctionType)):
+        return value.__qualname__
+    if type(value) in (list, tuple):
+        plain = len(value) <= _MOST_ITEMS and all(type(each) in _PLAIN for each in value)
+    else:
+        plain = type(value) in _PLAIN and not (isinstance(value, str) and len(value) > _LONGEST)
+    text = repr(value) if plain else None
+    return text if text is not None and len(text) <= _LONGEST else None
+
+
+def environment_of(model: nn.Module) -> dict[str, str]:
+    """Versions, platform, devices, dtypes and numeric switches as text; reads nothing from a device."""
+    facts = surroundings(model)
+    facts["gpt_guard"] = metadata.version("gpt-guard-torch")
+    facts["default dtype"] = str(torch.get_default_dtype()).removeprefix("torch.")
+    facts["float32 matmul precision"] = torch.get_float32_matmul_precision()
+    facts["deterministic algorithms"] = str(torch.are_deterministic_algorithms_enabled())
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # asking must not start it
+        facts["cuda"] = str(torch.version.cuda)
+        facts["cudnn"] = str(torch.backends.cudnn.version())
+        facts["cudnn.benchmark"] = str(torch.backends.cudnn.benchmark)
+        facts["gpu"] = torch.cuda.get_device_name()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        facts["rank"] = f"{torch.distributed.get_rank()} of {torch.distributed.get_world_size()}"
+    return facts

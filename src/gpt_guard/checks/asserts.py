@@ -34,8 +34,7 @@ from gpt_guard.checks.tokenizer.roundtrip import roundtrip
 from gpt_guard.checks.tokenizer.tokenizers import adapt
 from gpt_guard.checks.validation.stage import ValidationStage
 from gpt_guard.errors import GuardUsageError
-from gpt_guard.hooks.isolation.preserve import preserved
-from gpt_guard.hooks.isolation.random_state import seed_all
+from gpt_guard.hooks.isolation.preserve import preserved, seed_all
 from gpt_guard.records import CheckResult, Finding, Severity
 from gpt_guard.records.render import render_finding
 

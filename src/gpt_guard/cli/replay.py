@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from gpt_guard.blackbox.bundle import Bundle
-    from gpt_guard.blackbox.replayed import Replayed
+    from gpt_guard.blackbox.replay import Replayed
 
 
 def replay(
@@ -52,8 +52,8 @@ def replay(
     bundle or the model cannot be used, the replay was stopped, or the fault does not show although the code is what it
     was, or in a model of other classes (--mended takes both for an answer).
     """
-    from gpt_guard.blackbox.again import replay as replay_bundle
     from gpt_guard.blackbox.bundle import read_bundle
+    from gpt_guard.blackbox.replay import replay as replay_bundle
     from gpt_guard.checks.files.project import user_code
 
     try:
@@ -71,7 +71,7 @@ def replay(
 
 
 def _loss_function(bundle: Bundle, spec: str | None) -> Callable[..., Any] | None:
-    from gpt_guard.blackbox.named import named
+    from gpt_guard.blackbox.build import named
     from gpt_guard.checks.files.project import find
 
     function: Callable[..., Any] | None = None
@@ -81,8 +81,7 @@ def _loss_function(bundle: Bundle, spec: str | None) -> Callable[..., Any] | Non
 
 
 def _build(bundle: Bundle, spec: str | None, config: str | None, trust: bool, device: str) -> nn.Module:
-    from gpt_guard.blackbox.build import build_model, trusted_model
-    from gpt_guard.blackbox.named import like
+    from gpt_guard.blackbox.build import build_model, like, trusted_model
 
     if spec is None and not trust:
         raise GuardUsageError(
@@ -95,7 +94,7 @@ def _build(bundle: Bundle, spec: str | None, config: str | None, trust: bool, de
 
 
 def _device(bundle: Bundle, asked: str) -> str | None:
-    from gpt_guard.blackbox.placing import usable
+    from gpt_guard.blackbox.weights import usable
 
     recorded = bundle.environment.get("device", "cpu")
     if asked == "auto":

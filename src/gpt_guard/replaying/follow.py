@@ -3,28 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from gpt_guard.hooks.tensors import walk
 from gpt_guard.records import OperationSeen
-from gpt_guard.replaying.decide import Read, Result, Whose, whose
-from gpt_guard.replaying.forwards import Forward, Forwards, current_node
-from gpt_guard.replaying.hazards import hazard
-from gpt_guard.replaying.leaves import Leaves
-from gpt_guard.replaying.memory import Bad, Maker, Memory, Origin
-from gpt_guard.replaying.origins import Before, Origins
-from gpt_guard.replaying.places import Modules, Place, place_of, user_frame
-from gpt_guard.replaying.rules_backward import DEFINED_AT_ZERO
-from gpt_guard.replaying.schema import EMPTY, HIDES, Op, scalars, tensors
+from gpt_guard.replaying.explain import Leaves, deliberate, explained
+from gpt_guard.replaying.failed_operation import FailedOperation
+from gpt_guard.replaying.memory import Bad, Maker, Memory, NonFiniteOrigin
+from gpt_guard.replaying.operations import EMPTY, HIDES, Op, scalars, single, tensors, word_for
+from gpt_guard.replaying.ownership import Read, Result, Whose, whose
+from gpt_guard.replaying.places import (
+    ForwardOperation,
+    GraphNodes,
+    ModuleStack,
+    OperationPlace,
+    current_node,
+    place_of,
+    user_frame,
+)
+from gpt_guard.replaying.rules_backward import DEFINED_AT_ZERO, WHERE_UNSELECTED, hazard
 from gpt_guard.replaying.values import flags
-from gpt_guard.replaying.words import word_for
 
-_WHERE = "where_unselected"
 _INF = float("inf")
 # What a backward begins with is no part of the forward before it.
 _STARTS = ("ones_like", "detach")
+
+
+class Before(NamedTuple):
+    """What an operation was given, measured before it ran; `node` is that of the backward it belongs to, if any."""
+
+    op: Op
+    bound: dict[str, Any]
+    reads: list[Read]
+    given: set[int]
+    written: list[Tensor]
+    place: OperationPlace
+    stands: str
+    node: Any
+    forward: ForwardOperation | None
 
 
 def _testable(tensor: Tensor) -> bool:
@@ -52,21 +70,19 @@ class Follower:
     """Sees each operation before and after it runs. Nothing here is called while a mode sees operations."""
 
     def __init__(self, model: nn.Module, given: Mapping[str, Tensor] | None = None) -> None:
-        self.modules = Modules(model)
-        self.origins: list[Origin] = []
-        self._origins = Origins(self.modules)
+        self.modules = ModuleStack(model)
+        self.origins: list[NonFiniteOrigin] = []
+        self._masks: dict[tuple[str, str, int, str | None], NonFiniteOrigin] = {}
         self._memory = Memory()
-        self._last: tuple[Origin, ...] = ()
-        self._forwards = Forwards()
+        self._last: tuple[NonFiniteOrigin, ...] = ()
+        self._nodes = GraphNodes()
         self._leaves = Leaves(model, given)
-
-    # Before.
 
     def before(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Before:
         """Read the inputs; those that the operation writes to are copied, since afterwards they are gone."""
         frame, stands = user_frame()
         node = current_node() if stands != "forward" else None
-        forward = self._forwards.of(node) if node is not None else None
+        forward = self._nodes.of(node) if node is not None else None
         node = node if stands == "backward" else None
         place = place_of(frame, self.modules)
         bound = op.bind(args, kwargs)
@@ -81,7 +97,7 @@ class Follower:
                     reads.append(self._read(op, bound, name, tensor, place))
         return Before(op, bound, reads, given, written, place, stands, node, forward)
 
-    def _read(self, op: Op, bound: dict[str, Any], name: str, tensor: Tensor, place: Place) -> Read:
+    def _read(self, op: Op, bound: dict[str, Any], name: str, tensor: Tensor, place: OperationPlace) -> Read:
         found = self._bad(tensor, place) if _testable(tensor) else None
         values = tensor
         if name in op.writes and _testable(tensor):
@@ -89,23 +105,22 @@ class Follower:
             bound[name] = _put(bound[name], tensor, values)
         return Read(name, tensor, values, found, self._memory.maker(tensor))
 
-    def _bad(self, tensor: Tensor, place: Place | None) -> Bad | None:
+    def _bad(self, tensor: Tensor, place: OperationPlace | None) -> Bad | None:
         found = self._memory.bad(tensor)
-        if found is None:
-            return None
-        kinds, origins = found
-        return Bad(kinds, origins or (self._leaf(tensor, kinds.nan, place),))
+        if found is None or found.origins:
+            return found
+        return found._replace(origins=(self._leaf(tensor, found.flags.nan, place),))
 
-    def _leaf(self, tensor: Tensor, nan: bool, place: Place | None) -> Origin:
+    def _leaf(self, tensor: Tensor, nan: bool, place: OperationPlace | None) -> NonFiniteOrigin:
         kind, _, whole = self._leaves.name(tensor)
-        seen = self._leaves.seen(tensor, place)
         mask = kind != "parameter" and not nan and _may_be_mask(whole)
-        origin = Origin(lambda: seen, deliberate=mask)
+        return self._from_outside(tensor, self._leaves.seen(tensor, place), deliberate=mask)
+
+    def _from_outside(self, tensor: Tensor, seen: OperationSeen, *, deliberate: bool = False) -> NonFiniteOrigin:
+        origin = NonFiniteOrigin(seen, deliberate=deliberate)
         self._memory.blame(tensor, origin)
         self.origins.append(origin)
         return origin
-
-    # After.
 
     def after(self, before: Before, out: Any) -> None:
         """Test what was written, and record whose the non-finite values in it are."""
@@ -113,9 +128,9 @@ class Follower:
         makers = tuple(read.maker for read in before.reads if read.maker is not None)
         maker = Maker(op.base, tuple(scalars(bound).values()), makers)
         # A backward makes nodes too, where it is to be differentiated once more.
-        if self._forwards.free():
-            self._forwards.note(Forward(op.base, self._origins.place_of(before), maker, hazard(op.base, bound)))
-        made: list[Origin] = []
+        if self._nodes.free():
+            self._nodes.note(ForwardOperation(op.base, self._place_of(before), maker, hazard(op.base, bound)))
+        made: list[NonFiniteOrigin] = []
         if before.stands == "forward" and op.base not in _STARTS:
             self._last = self._seen_through(before, out)
         for position, tensor in enumerate(self._written(before, out)):
@@ -132,14 +147,14 @@ class Follower:
         seen = OperationSeen(name=word_for(op.base), aten=op.aten, shows=f"its values could not be measured ({why})")
         for tensor in tensors(out):
             if self._memory.key(tensor) is not None:
-                self._memory.wrote(tensor, (Origin(lambda: seen, deliberate=True),), None, born=True)
+                self._memory.wrote(tensor, (NonFiniteOrigin(seen, deliberate=True),), None, born=True)
 
-    def _seen_through(self, before: Before, out: Any) -> tuple[Origin, ...]:
+    def _seen_through(self, before: Before, out: Any) -> tuple[NonFiniteOrigin, ...]:
         """Whose bad values a view shows; none if it shows only good ones, or is no view."""
         for tensor in tensors(out):
             if _testable(tensor) and self._memory.key(tensor) in before.given:
                 found = self._memory.bad(tensor)
-                return found[1] if found is not None else ()
+                return found.origins if found is not None else ()
         return ()
 
     def _written(self, before: Before, out: Any) -> list[Tensor]:
@@ -147,43 +162,78 @@ class Follower:
         new = [tensor for tensor in tensors(out) if self._memory.key(tensor) not in before.given]
         return list({id(tensor): tensor for tensor in (*new, *before.written)}.values())
 
-    def _of(self, before: Before, position: int, tensor: Tensor, made: list[Origin]) -> Whose:
+    def _of(self, before: Before, position: int, tensor: Tensor, made: list[NonFiniteOrigin]) -> Whose:
         found = flags(tensor)
         if found is None:
             self._hide(before)
             return Whose(())
 
-        def make() -> Origin:
+        def make() -> NonFiniteOrigin:
             if not made:
-                made.append(self._origins.made(before, position, Result(tensor, found)))
+                made.append(self._made_by(before, position, Result(tensor, found)))
             return made[0]
 
         reads = before.reads
         if not any(read.bad for read in reads):
             # What was written past torch, as by numpy or a kernel of one's own, shows only now.
             reads = [self._again(read, before.place) for read in reads]
-        told = whose(before.op, before.bound, reads, Result(tensor, found), make)
-        for origin in told.origins:
+        owners = whose(before.op, before.bound, reads, Result(tensor, found), make)
+        for origin in owners.origins:
             origin.idle = origin in made and before.op.base in EMPTY
             if origin not in made:
                 self._meet(before, origin, tensor)
-        return told
+        return owners
 
-    def _again(self, read: Read, place: Place) -> Read:
+    def _made_by(self, before: Before, position: int, result: Result) -> NonFiniteOrigin:
+        """The origin that an operation is whose result is bad by its own doing."""
+        node = before.node
+        op, bound = single(before.op, before.bound, position)
+        case = FailedOperation(
+            op=op,
+            bound=bound,
+            reads=before.reads,
+            result=result,
+            position=position if op is before.op else 0,
+            place=self._place_of(before, exact=True),
+            phase="forward" if before.stands == "forward" else "backward",
+            node=node.name() if node is not None else None,
+            forward=before.forward,
+        )
+        on_purpose, cause = deliberate(case)
+        line = case.place.line
+        same = (op.base, line.file if line else "", line.line if line else 0, cause)
+        # A mask is made anew in each layer and at each position: one answer for a line is enough.
+        if on_purpose and (known := self._masks.get(same)) is not None:
+            return known
+        number = node._sequence_nr() if node is not None else None
+        origin = NonFiniteOrigin(explained(case), deliberate=on_purpose, cause=cause, node=number)
+        if on_purpose:
+            self._masks[same] = origin
+        return origin
+
+    def _place_of(self, before: Before, *, exact: bool = False) -> OperationPlace:
+        """Of a derivative, the line of its forward; the line that called backward() where that is not known.
+
+        `exact` also looks for a method that was called in place of its module, which reads the variables of frames.
+        """
+        place, forward = before.place, before.forward
+        if before.stands == "backward":
+            return forward.place if forward is not None else place
+        if place.module is None and before.stands == "inside" and forward is not None:
+            return place._replace(module=forward.place.module, module_class=forward.place.module_class)
+        if exact and place.module is None and (method := self.modules.method())[0] is not None:
+            return place._replace(module=method[0], module_class=method[1])
+        return place
+
+    def _again(self, read: Read, place: OperationPlace) -> Read:
         kinds = flags(read.values) if _testable(read.values) else None
         if kinds is None:
             return read
-        kind = self._leaves.name(read.tensor)[0]
-        known = kind == "constant" and self._memory.maker(read.tensor) is not None
-        origin = self._unseen(read.tensor, place) if known else self._leaf(read.tensor, kinds.nan, place)
+        if self._leaves.name(read.tensor)[0] == "constant" and self._memory.maker(read.tensor) is not None:
+            origin = self._from_outside(read.tensor, self._leaves.written_past_torch(read.tensor, place))
+        else:
+            origin = self._leaf(read.tensor, kinds.nan, place)
         return read._replace(bad=Bad(kinds, (origin,)))
-
-    def _unseen(self, tensor: Tensor, place: Place) -> Origin:
-        seen = self._leaves.unseen(tensor, place)
-        origin = Origin(lambda: seen)
-        self._memory.blame(tensor, origin)
-        self.origins.append(origin)
-        return origin
 
     def _hide(self, before: Before) -> None:
         """A selection took bad values and let none through."""
@@ -195,7 +245,7 @@ class Follower:
                     origin.hidden = origin.hidden or before.place.line
                 origin.idle = True
 
-    def _meet(self, before: Before, origin: Origin, result: Tensor) -> None:
+    def _meet(self, before: Before, origin: NonFiniteOrigin, result: Tensor) -> None:
         """A gradient of 0 times the infinite derivative of the same node tells of a branch that was not taken."""
         node = before.node
         if origin.node is None or node is None or origin.node != node._sequence_nr() or before.op.base != "mul":
@@ -205,11 +255,9 @@ class Follower:
         nan = result.detach().isnan()
         finite = [read.values.detach() for read in before.reads if read.bad is None]
         if bool(nan.any()) and any(bool((values == 0).expand_as(nan)[nan].all()) for values in finite):
-            origin.put_first(_WHERE)
+            origin.put_first(WHERE_UNSELECTED)
 
-    # Afterwards.
-
-    def first(self) -> Origin | None:
+    def first(self) -> NonFiniteOrigin | None:
         """The origin of what the model returned, of the last result of the forward, or of a gradient; else the first.
 
         The first in time alone would blame values that are gone: those count only if nothing of these is bad.
@@ -226,7 +274,7 @@ class Follower:
                 return origin
         return next((each for each in self.origins if not each.deliberate and not each.idle), None)
 
-    def origin(self, tensor: Tensor) -> Origin | None:
+    def origin(self, tensor: Tensor) -> NonFiniteOrigin | None:
         """The origin of a tensor's non-finite values; a mask only if nothing else is among them."""
         if self._memory.key(tensor) is None:
             return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,40 +21,25 @@ _WIDEST = 64
 Region = tuple[Any, tuple[int, ...], tuple[int, ...], Any]
 
 
-class Origin:
+@dataclass(slots=True, eq=False)
+class NonFiniteOrigin:
     """What made non-finite values; `deliberate` for a mask or a fill, which is no fault by itself.
 
-    `node` is the number of the node of the backward that it was made in. `cause` is the key of a cause that belongs to
-    the values themselves, such as two masks that were added. `hidden` is a line that has masked them away, and `idle`
-    is True while no later operation has met them.
+    `seen` is what is said about it. `node` is the number of the node of the backward that it was made in. `cause` is
+    the key of a cause that belongs to the values themselves, such as two masks that were added. `hidden` is a line that
+    has masked them away, and `idle` is True while no later operation has met them.
     """
 
-    def __init__(
-        self,
-        build: Callable[[], OperationSeen],
-        *,
-        deliberate: bool = False,
-        cause: str | None = None,
-        node: int | None = None,
-    ) -> None:
-        self._build = build
-        self._seen: OperationSeen | None = None
-        self.deliberate = deliberate
-        self.cause = cause
-        self.node = node
-        self.hidden: SourceLine | None = None
-        self.idle = False
-
-    @property
-    def seen(self) -> OperationSeen:
-        """What is said about it, put into words when it is asked for first."""
-        if self._seen is None:
-            self._seen = self._build()
-        return self._seen
+    seen: OperationSeen
+    deliberate: bool = False
+    cause: str | None = None
+    node: int | None = None
+    hidden: SourceLine | None = None
+    idle: bool = False
 
     def put_first(self, key: str) -> None:
         """Put a cause in front of those it has."""
-        self._seen = self.seen.model_copy(update={"causes": likely((key, *(c.key for c in self.seen.causes)))})
+        self.seen = self.seen.model_copy(update={"causes": likely((key, *(c.key for c in self.seen.causes)))})
 
 
 class Maker(NamedTuple):
@@ -66,28 +51,24 @@ class Maker(NamedTuple):
 
     def behind(self, names: Collection[str], depth: int = 4) -> Maker | None:
         """The nearest operation of one of these names behind this one, itself included; None within `depth` steps."""
-        level: list[Maker] = [self]
-        for _ in range(depth):
-            for maker in level:
-                if maker.name in names:
-                    return maker
-            level = [maker for known in level for maker in known.inputs][:_WIDEST]
-        return None
+        return next((maker for maker in self._back(depth) if maker.name in names), None)
 
     def numbers(self, names: Collection[str], depth: int = 4) -> list[float]:
         """The Python numbers given to operations of these names behind this one."""
-        found, level = [], [self]
+        return [number for maker in self._back(depth) if maker.name in names for number in maker.scalars]
+
+    def _back(self, depth: int) -> Iterator[Maker]:
+        level: list[Maker] = [self]
         for _ in range(depth):
-            found += [number for maker in level if maker.name in names for number in maker.scalars]
+            yield from level
             level = [maker for known in level for maker in known.inputs][:_WIDEST]
-        return found
 
 
 class Bad(NamedTuple):
     """The non-finite values that a tensor holds, and who made them, first in time first."""
 
     flags: Flags
-    origins: tuple[Origin, ...]
+    origins: tuple[NonFiniteOrigin, ...]
 
     @property
     def deliberate(self) -> bool:
@@ -102,9 +83,9 @@ class _Cell:
     weak: Any
     born: bool
     maker: Maker | None = None
-    taints: list[tuple[Region, tuple[Origin, ...]]] = field(default_factory=list)
+    taints: list[tuple[Region, tuple[NonFiniteOrigin, ...]]] = field(default_factory=list)
     owner: Tensor | None = None
-    owners: tuple[Origin, ...] = ()
+    owners: tuple[NonFiniteOrigin, ...] = ()
     tested: set[Region] = field(default_factory=set)
 
 
@@ -131,7 +112,7 @@ class Memory:
         cell = self._cells.get(_storage(tensor)._cdata)
         return cell.maker if cell is not None else None
 
-    def bad(self, tensor: Tensor) -> tuple[Flags, tuple[Origin, ...]] | None:
+    def bad(self, tensor: Tensor) -> Bad | None:
         """The non-finite values of a tensor and who made them; no origins for those made before anything was seen.
 
         Values are read only where it is not known that they are finite.
@@ -146,12 +127,12 @@ class Memory:
             # What is read here lies beside the bad values.
             _pass_by(cell)
             return None
-        return found, _owned(cell, tensor) or _origins(cell, region)
+        return Bad(found, _owned(cell, tensor) or _origins(cell, region))
 
     def wrote(
         self,
         tensor: Tensor,
-        origins: tuple[Origin, ...],
+        origins: tuple[NonFiniteOrigin, ...],
         maker: Maker | None,
         *,
         born: bool,
@@ -181,7 +162,7 @@ class Memory:
             cell.owner = torch.zeros(storage.nbytes() // tensor.element_size(), dtype=owner.dtype, device=owner.device)
             _seen_as(cell.owner, tensor).copy_(owner)
 
-    def blame(self, tensor: Tensor, origin: Origin) -> None:
+    def blame(self, tensor: Tensor, origin: NonFiniteOrigin) -> None:
         """Record who made the values of a tensor that was not written by any operation."""
         self._cell(tensor).taints.append((_region(tensor), (origin,)))
 
@@ -201,7 +182,7 @@ def _seen_as(owner: Tensor, tensor: Tensor) -> Tensor:
     return owner.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def _owned(cell: _Cell, tensor: Tensor) -> tuple[Origin, ...]:
+def _owned(cell: _Cell, tensor: Tensor) -> tuple[NonFiniteOrigin, ...]:
     """Of several origins, those of the elements that are bad in a view; none where it is not known for each."""
     if cell.owner is None or tensor.layout is not torch.strided:
         return ()
@@ -218,12 +199,12 @@ def _pass_by(cell: _Cell) -> None:
             origin.idle = True
 
 
-def _origins(cell: _Cell, region: Region) -> tuple[Origin, ...]:
+def _origins(cell: _Cell, region: Region) -> tuple[NonFiniteOrigin, ...]:
     exact = [origins for known, origins in cell.taints if known == region]
     return merged(exact[-1:] or [origins for _, origins in reversed(cell.taints)])
 
 
-def merged(groups: Iterable[tuple[Origin, ...]]) -> tuple[Origin, ...]:
+def merged(groups: Iterable[tuple[NonFiniteOrigin, ...]]) -> tuple[NonFiniteOrigin, ...]:
     """Several lists of origins as one, each once."""
     return tuple(dict.fromkeys(origin for group in groups for origin in group))[:_MOST_ORIGINS]
 

@@ -1,9 +1,10 @@
-"""Where the program is: the user's line, the module that runs, and the part of the backward that is being computed."""
+"""Where the program is: the user's line, the module that runs, and the forward operation behind a derivative."""
 
 from __future__ import annotations
 
 import sys
 import threading
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
@@ -14,13 +15,17 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils import checkpoint
 
 from gpt_guard.hooks.frames import is_foreign, line_of, running_calls
-from gpt_guard.records import SourceLine
+from gpt_guard.records import Operand, SourceLine
+from gpt_guard.replaying.memory import Maker
+from gpt_guard.replaying.operations import word_for, word_for_node
 
 _ENGINE = graph._engine_run_backward.__code__
 _CHECKPOINT = checkpoint.__file__
+# A write to a view makes two nodes after the operation itself.
+_LATE = 2
 
 
-class Place(NamedTuple):
+class OperationPlace(NamedTuple):
     """The user's line, and path and class of the innermost module; no path for a module that is not the model's."""
 
     line: SourceLine | None
@@ -64,7 +69,7 @@ def _recomputes(frame: FrameType | None) -> bool:
     return False
 
 
-class Modules:
+class ModuleStack:
     """The stack of modules whose forward runs, for each thread; paths are those in the model.
 
     `output` is what the model itself has returned last.
@@ -133,9 +138,70 @@ class Modules:
         return None, None
 
 
-def place_of(frame: FrameType | None, modules: Modules) -> Place:
+def place_of(frame: FrameType | None, modules: ModuleStack) -> OperationPlace:
     """The place at which a frame stands."""
     if frame is None:
-        return Place(None, *modules.here())
+        return OperationPlace(None, *modules.here())
     line = line_of(frame)
-    return Place(line, *modules.at(line))
+    return OperationPlace(line, *modules.at(line))
+
+
+@dataclass(frozen=True, slots=True)
+class Hazard:
+    """Values at which an operation is finite, or masked later, and its derivative is not; `key` names the cause."""
+
+    operand: Operand
+    shows: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardOperation:
+    """An operation of the forward, as far as its derivative may need it."""
+
+    base: str
+    place: OperationPlace
+    maker: Maker
+    hazard: Hazard | None = None
+
+
+class GraphNodes:
+    """What each node of the graph stands for, for each thread: so a step of the backward finds the user's line.
+
+    Autograd numbers its nodes as they are made. An operation is seen right after its node was, so the newest number is
+    that of its own node; one that makes no node finds the number taken.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, dict[int, ForwardOperation]] = {}
+
+    def note(self, forward: ForwardOperation) -> None:
+        """Record the operation that has just been dispatched, in the thread that called it."""
+        self._made.setdefault(threading.get_ident(), {}).setdefault(_newest(), forward)
+
+    def free(self) -> bool:
+        """Whether the newest node of this thread has no operation yet."""
+        return _newest() not in self._made.get(threading.get_ident(), {})
+
+    def of(self, node: Any) -> ForwardOperation | None:
+        """The operation that a node is the derivative of; None if it was made before the trace, or unseen."""
+        number, word = node._sequence_nr(), word_for_node(node.name())
+        here = threading.get_ident()
+        threads = sorted(self._made.items(), key=lambda item: item[0] != here)
+        found = [made[number] for _, made in threads if number in made]
+        named = [forward for forward in found if word_for(forward.base) == word]
+        if named or found:
+            return (named or found)[0]
+        if node.name().startswith(("CopySlices", "AsStrided")):
+            late = (made.get(number - back) for back in range(1, _LATE + 1) for _, made in threads)
+            return next((forward for forward in late if forward is not None), None)
+        return None
+
+
+def _newest() -> int:
+    return int(torch._C._autograd._get_sequence_nr()) - 1
+
+
+def current_node() -> Any:
+    """The node of the graph that the running backward computes; None outside of a backward."""
+    return torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None

@@ -5,64 +5,60 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpt_guard.replaying.case import Case, Evidence, Facts
-from gpt_guard.replaying.rules_arithmetic import PRODUCTS, Rule, dtype, overflow
-from gpt_guard.replaying.schema import names
-from gpt_guard.replaying.values import count, dead_rows, dead_text, figure, limit, many
-from gpt_guard.replaying.words import word_for
+from gpt_guard.replaying.failed_operation import Evidence, FailedOperation, Rule
+from gpt_guard.replaying.operations import names, word_for
+from gpt_guard.replaying.rules_elementwise import PRODUCTS, overflow
+from gpt_guard.replaying.values import be, count, dead_rows, dead_text, dtype_of, figure, limit, many
 
 
-def _softmax(case: Case) -> Evidence | None:
+def _softmax(case: FailedOperation) -> Evidence | None:
     scores = case.tensor("self")
-    if scores is None:
-        return None
     dim = case.bound.get("dim", -1)
     word = word_for(case.op.base)
     dead, rows = dead_rows(scores, dim)
     if dead:
-        shows = f"{word} over {dead} of {many(rows, 'row')} that {_be(dead)} -inf throughout"
+        shows = f"{word} over {dead} of {many(rows, 'row')} that {be(dead)} -inf throughout"
         return _masked(case, shows, "self", dead_text(scores, dim))
     above = count(scores == float("inf"))
     if above:
-        return Evidence(f"{word} of {many(above, 'element')} that {_be(above)} +inf", ("plus_inf_logit", "overflow"))
+        return Evidence(f"{word} of {many(above, 'element')} that {be(above)} +inf", ("plus_inf_logit", "overflow"))
     return None
 
 
-def _masked(case: Case, shows: str, name: str, fact: str) -> Evidence:
-    special = tuple(dict.fromkeys(origin.cause for origin in case.masks if origin.cause is not None))
+def _masked(case: FailedOperation, shows: str, name: str, fact: str) -> Evidence:
     made = next((origin.seen for origin in case.masks if origin.cause is not None), None)
     if made is not None and made.where is not None:
         shows += f"; {made.shows} at line {made.where.line}"
-    facts: Facts = {name: (fact,)}
-    return Evidence(shows, (*special, "fully_masked_row"), facts)
+    return Evidence(shows, (*case.mask_causes, "fully_masked_row"), {name: (fact,)})
 
 
-def _attention(case: Case) -> Evidence | None:
-    mask = case.tensor("attn_mask") if "attn_mask" in case.bound else case.tensor("attn_bias")
+def attention(case: FailedOperation) -> Evidence | None:
+    """The rule for all forms of scaled_dot_product_attention."""
+    name = "attn_mask" if "attn_mask" in case.bound else "attn_bias"
+    mask = case.optional(name)
     if mask is not None:
         dead = count((~mask).all(-1)) if mask.dtype is torch.bool else dead_rows(mask, -1)[0]
         rows = mask[..., 0].numel()
         if dead:
             shows = f"scaled_dot_product_attention with {dead} of {many(rows, 'mask row')} without a permitted key"
             fact = f"{dead} of {many(rows, 'row')} without a permitted key"
-            return _masked(case, shows, "attn_mask" if "attn_mask" in case.bound else "attn_bias", fact)
+            return _masked(case, shows, name, fact)
     query, key = case.tensor("query"), case.tensor("key")
-    if query is None or key is None or query.shape[:-2] != key.shape[:-2]:
+    if query.shape[:-2] != key.shape[:-2]:
         return None
     scale = case.number("scale") or query.shape[-1] ** -0.5
     most = float((query.double() @ key.double().transpose(-2, -1)).abs().max()) * scale
     if most <= limit(query.dtype):
         return None
-    shows = f"attention scores reached {figure(most)}, beyond {figure(limit(query.dtype))}, the largest {dtype(query)}"
+    beyond = f"beyond {figure(limit(query.dtype))}, the largest {dtype_of(query)}"
+    shows = f"attention scores reached {figure(most)}, {beyond}"
     return Evidence(shows, ("matmul_overflow", "lr_too_high"))
 
 
-def _normalisation(case: Case) -> Evidence | None:
+def _normalisation(case: FailedOperation) -> Evidence | None:
     values = case.tensor("input")
-    if values is None:
-        return None
     training = bool(case.bound.get("training", case.bound.get("train", False)))
-    running = case.tensor("running_var")
+    running = case.optional("running_var")
     eps = case.number("eps") or case.number("epsilon") or 0.0
     word = word_for(case.op.base)
     if running is not None and not training:
@@ -77,16 +73,14 @@ def _normalisation(case: Case) -> Evidence | None:
     return Evidence(shows, ("norm_layer", "eps_lost" if eps < 1e-7 else "lr_too_high"))
 
 
-def _cross_entropy(case: Case) -> Evidence | None:
+def _cross_entropy(case: FailedOperation) -> Evidence | None:
     target, scores = case.tensor("target"), case.tensor("self")
-    if target is None or scores is None:
-        return None
     ignored = case.bound.get("ignore_index", -100)
     kept = target != ignored
     if not bool(kept.any()):
         shows = f"cross entropy with 0 of {many(target.numel(), 'target')}: all are {ignored}"
         return Evidence(shows, ("all_labels_ignored",), {"target": (f"all are {ignored}",)})
-    weight = case.tensor("weight")
+    weight = case.optional("weight")
     if weight is not None and float(weight[target[kept]].sum()) == 0:
         return Evidence("cross entropy with a weight of 0 for each target", ("all_labels_ignored", "empty_count"))
     chosen = scores.gather(1, target.where(kept, 0).unsqueeze(1)).squeeze(1)[kept] if scores.dim() > 1 else scores
@@ -97,9 +91,9 @@ def _cross_entropy(case: Case) -> Evidence | None:
     return Evidence(shows, ("target_masked", "mask_used", "log_of_zero"))
 
 
-def _spread(case: Case) -> Evidence | None:
+def _spread(case: FailedOperation) -> Evidence | None:
     values = case.tensor("self")
-    if values is None or not case.result.flags.nan:
+    if not case.result.flags.nan:
         return None
     each = values.numel() // max(case.out.numel(), 1)
     correction = case.number("correction")
@@ -109,21 +103,19 @@ def _spread(case: Case) -> Evidence | None:
     return Evidence(shows, ("std_of_one", "mean_of_nothing"), {"self": (f"{many(each, 'element')} in each group",)})
 
 
-def _mean(case: Case) -> Evidence | None:
-    values = case.tensor("self")
-    if values is None or values.numel():
+def _mean(case: FailedOperation) -> Evidence | None:
+    if case.tensor("self").numel():
         return None
     return Evidence("the mean of an empty tensor", ("mean_of_nothing", "empty_count"))
 
 
-def _over_masks(case: Case) -> Evidence | None:
+def _over_masks(case: FailedOperation) -> Evidence | None:
     """A reduction or a product that took in a mask."""
     if not case.masks:
         return None
-    special = tuple(dict.fromkeys(origin.cause for origin in case.masks if origin.cause is not None))
-    masks = sum(
-        count(~torch.isfinite(read.values.detach())) for read in case.reads if _masked_read(read.values, read.bad)
-    )
+    special = case.mask_causes
+    infinite = (read.values.detach() for read in case.reads if read.bad is not None)
+    masks = sum(count(~torch.isfinite(values)) for values in infinite if values.layout is torch.strided)
     if case.behind("self", {"logsumexp"}, 2) is not None:
         special = ("logsumexp_masked", *special)
     first = special[0] if special else "mask_used"
@@ -131,25 +123,21 @@ def _over_masks(case: Case) -> Evidence | None:
     if case.op.base in PRODUCTS and case.result.flags.nan:
         first = "zero_times_inf"
     return Evidence(
-        f"{word_for(case.op.base)} over {many(masks, 'value')} that {_be(masks)} infinite already, as a mask is",
+        f"{word_for(case.op.base)} over {many(masks, 'value')} that {be(masks)} infinite already, as a mask is",
         (first, *special, "mask_used", second),
     )
 
 
-def _masked_read(values: Tensor, bad: object) -> bool:
-    return bad is not None and values.layout is torch.strided
-
-
-def _loss_of_probabilities(case: Case) -> Evidence | None:
+def _loss_of_probabilities(case: FailedOperation) -> Evidence | None:
     target = case.tensor("target")
-    if target is None or not target.is_floating_point():
+    if not target.is_floating_point():
         return None
     outside = count((target < 0) | (target > 1))
     shows = f"binary_cross_entropy with {many(outside, 'target')} outside of [0, 1]"
     return Evidence(shows, ("bce_outside",)) if outside else None
 
 
-def _alignment(case: Case) -> Evidence | None:
+def _alignment(case: FailedOperation) -> Evidence | None:
     """A target longer than its input, or one that repeats a label and needs a blank between, has no alignment."""
     lengths = [case.bound.get(name) for name in ("input_lengths", "target_lengths")]
     shown = [each.tolist() if isinstance(each, Tensor) else list(each or ()) for each in lengths]
@@ -157,22 +145,15 @@ def _alignment(case: Case) -> Evidence | None:
     return Evidence(shows, ("no_alignment", "target_masked")) if case.result.flags.pos_inf else None
 
 
-def _matrix(case: Case) -> Evidence | None:
+def _matrix(case: FailedOperation) -> Evidence | None:
     return Evidence(f"{word_for(case.op.base)} of a matrix that cannot be inverted", ("singular_matrix",))
 
 
-def _weight_norm(case: Case) -> Evidence | None:
-    weight = case.tensor("v")
-    if weight is None:
-        return None
-    rows = weight.movedim(int(case.number("dim") or 0), 0).flatten(1)
+def _weight_norm(case: FailedOperation) -> Evidence | None:
+    rows = case.tensor("v").movedim(int(case.number("dim") or 0), 0).flatten(1)
     zeros = count((rows == 0).all(1))
-    shows = f"weight norm of {many(zeros, 'row')} of a weight that {_be(zeros)} 0 throughout"
+    shows = f"weight norm of {many(zeros, 'row')} of a weight that {be(zeros)} 0 throughout"
     return Evidence(shows, ("norm_zero",), {"v": (f"{many(zeros, 'row')} of zeros",)}) if zeros else None
-
-
-def _be(number: int) -> str:
-    return "is" if number == 1 else "are"
 
 
 _NORMALISATIONS = (
@@ -191,9 +172,5 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "mean": (_mean, _over_masks, overflow),
     "binary_cross_entropy": (_loss_of_probabilities,),
 }
-LATE: tuple[Rule, ...] = (_over_masks, overflow)
-
-
-def attention(case: Case) -> Evidence | None:
-    """The rule for all forms of scaled_dot_product_attention."""
-    return _attention(case)
+FOR_ALL: tuple[Rule, ...] = (_over_masks, overflow)
+"""Tried for every operation, after those of its own."""

@@ -14,9 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpt_guard.catalogue.operation_causes import hidden_first
 from gpt_guard.records import OperationSeen
 from gpt_guard.replaying.follow import Follower
-from gpt_guard.replaying.memory import Origin
-from gpt_guard.replaying.nondeterminism import documented
-from gpt_guard.replaying.schema import Op, op_of
+from gpt_guard.replaying.memory import NonFiniteOrigin
+from gpt_guard.replaying.operations import Op, documented, op_of
 
 
 def make_ready() -> None:
@@ -39,7 +38,6 @@ class Trace(TorchDispatchMode):
     is left out and named in `skipped`; nothing is raised over it.
 
     - `limit_s`: seconds after which TimeUp is raised from inside of the next operation; None for no limit.
-    - `on_limit`: called just before that.
     - `given`: tensors that are to be named when they were bad from the start, by what they are to be called.
     """
 
@@ -50,12 +48,10 @@ class Trace(TorchDispatchMode):
         model: nn.Module,
         *,
         limit_s: float | None = None,
-        on_limit: Callable[[], None] | None = None,
         given: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
         self._limit_s = limit_s
-        self._on_limit = on_limit
         self._ends = float("inf")
         self._follower = Follower(model, given)
         self._random: set[str] = set()
@@ -82,7 +78,7 @@ class Trace(TorchDispatchMode):
         if self._asked:
             return func(*args, **kwargs)
         if time.monotonic() > self._ends:
-            self._stop()
+            raise TimeUp(f"the trace has taken more than {self._limit_s:g} s")
         op = op_of(func)
         # Not under no_grad: the operation itself has to see the grad mode as it is.
         before = self._measured(op, None, self._follower.before, op, args, kwargs)
@@ -93,11 +89,6 @@ class Trace(TorchDispatchMode):
             self._measured(op, out, self._follower.after, before, out)
         self._random.update(documented(op, out))
         return out
-
-    def _stop(self) -> None:
-        if self._on_limit is not None:
-            self._on_limit()
-        raise TimeUp(f"the trace has taken more than {self._limit_s:g} s")
 
     def _measured(self, op: Op, out: Any, measure: Callable[..., Any], *args: Any) -> Any:
         try:
@@ -129,16 +120,16 @@ class Trace(TorchDispatchMode):
         then the gradients. A mask made on purpose is none, nor are values that were masked away and not met again.
         """
         first = self._ask(self._follower.first)
-        return _told(first) if first is not None else None
+        return _with_hidden(first) if first is not None else None
 
     def origin_of_gradient(self, parameter: Tensor) -> OperationSeen | None:
         """The same as `origin` for `parameter.grad`, once the traced backward is through; None if there is no grad."""
         if parameter.grad is None:
             return None
         origin = self._ask(self._follower.origin, parameter.grad)
-        return _told(origin) if origin is not None else None
+        return _with_hidden(origin) if origin is not None else None
 
-    def _ask(self, question: Callable[..., Origin | None], *about: Tensor) -> Origin | None:
+    def _ask(self, question: Callable[..., NonFiniteOrigin | None], *about: Tensor) -> NonFiniteOrigin | None:
         # It may be asked while it watches: its own reading is none of the traced code's.
         self._asked = True
         try:
@@ -151,7 +142,7 @@ class Trace(TorchDispatchMode):
             self._asked = False
 
 
-def _told(origin: Origin) -> OperationSeen:
+def _with_hidden(origin: NonFiniteOrigin) -> OperationSeen:
     """The operation; where the forward has masked its values away and the backward met them again, that comes first."""
     if origin.hidden is None:
         return origin.seen

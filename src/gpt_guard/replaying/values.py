@@ -68,7 +68,7 @@ def measure(tensor: Tensor) -> TensorStats:
     low, high = (None, None) if values is None else (float(values.min()), float(values.max()))
     return TensorStats(
         shape=tuple(tensor.shape),
-        dtype=str(tensor.dtype).removeprefix("torch."),
+        dtype=dtype_of(tensor),
         device=str(tensor.device),
         numel=tensor.numel(),
         finite_min=low,
@@ -90,6 +90,11 @@ def largest(tensor: Tensor) -> float:
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
+def dtype_of(tensor: Tensor) -> str:
+    """The name of a tensor's dtype: "float16"."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 def limit(dtype: torch.dtype) -> float:
     """The largest finite value of a floating dtype (65504 for float16)."""
     return torch.finfo(dtype).max
@@ -106,7 +111,7 @@ def dead_rows(tensor: Tensor, dim: int) -> tuple[int, int]:
 def dead_text(tensor: Tensor, dim: int) -> str:
     """The same as text, with the first few samples, rows of dimension 0, that have such rows."""
     dead, rows = dead_rows(tensor, dim)
-    text = f"{dead} of {many(rows, 'row')} {'is' if dead == 1 else 'are'} -inf throughout"
+    text = f"{dead} of {many(rows, 'row')} {be(dead)} -inf throughout"
     if tensor.dim() < 2 or dim % tensor.dim() == 0:
         return text
     samples = (tensor.detach() == -math.inf).all(dim).reshape(tensor.shape[0], -1).any(1).nonzero().flatten().tolist()
@@ -119,6 +124,24 @@ def figure(value: float) -> str:
     return f"{value:.0f}" if math.isfinite(value) and value == int(value) and abs(value) < 1e6 else f"{value:.4g}"
 
 
+def be(number: int) -> str:
+    """The verb that goes with a number of things."""
+    return "is" if number == 1 else "are"
+
+
 def many(number: int, one: str, more: str | None = None) -> str:
     """A number with its noun: "1 zero", "3 zeros"."""
     return f"{number} {one if number == 1 else more or one + 's'}"
+
+
+def described(tensor: Tensor) -> str:
+    """A number for a scalar; shape, dtype and range for anything larger. Reads the device."""
+    if tensor.numel() == 1 and not tensor.is_complex():
+        return f"{float(tensor.detach()):.6g}"
+    stats = measure(tensor)
+    kind = f"{stats.dtype} {list(stats.shape)}"
+    if stats.bad:
+        return f"non-finite in {stats.bad} of {many(stats.numel, 'element')} ({kind})"
+    if stats.finite_min is None:
+        return f"finite ({kind})"
+    return f"finite ({kind}, between {stats.finite_min:.4g} and {stats.finite_max:.4g})"

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from gpt_guard.checks.runner.perturb import other_ids
 from gpt_guard.checks.runner.run import check
-from gpt_guard.hooks.isolation.tolerance import difference
+from gpt_guard.hooks.isolation.compare import difference
 
 from ..small_gpt import GPT, Attention, C, Convolution, Recurrent, T, V, ask_stage, batch
 from ..variants import HEALTHY, Encoder, Experts, MoE, asked, masked_batch

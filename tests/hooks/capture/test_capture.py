@@ -8,12 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.hooks.capture.capture import Capture
-from gpt_guard.hooks.capture.captured import plain_versions, versions_of
-from gpt_guard.hooks.capture.output_gradients import gradients_of
-from gpt_guard.hooks.capture.outputs_reached import frontier
-from gpt_guard.hooks.modes import ModeLog
-from gpt_guard.hooks.pace import Pace
+from gpt_guard.hooks.capture.capture import Capture, versions_of
+from gpt_guard.hooks.capture.output_gradients import gradients_of, reached
 
 from ..dropping_net import Net
 
@@ -39,7 +35,7 @@ def test_inputs_are_kept_themselves_and_not_copied() -> None:
     assert capture.now.args[0] is x
     assert capture.now.versions == [0]
     x.add_(1)
-    assert versions_of((capture.now.args, capture.now.kwargs)) == [1]
+    assert versions_of(capture.now.args, capture.now.kwargs) == [1]
 
 
 def test_a_written_parameter_shows() -> None:
@@ -70,9 +66,9 @@ def test_micro_batches_are_counted_and_kept_until_the_step_is_judged() -> None:
     for place in range(3):
         backward(capture, call(capture, model, torch.ones(2, 3)).sum(), place + 1)
     assert [each.micro_batch for each in capture.calls] == [0, 1, 2]
-    assert all(each.losses and each.arrivals[0].gradient is not None for each in capture.calls)
+    assert all(each.losses and each.outputs[0].gradient is not None for each in capture.calls)
     capture.judged()
-    assert not any(each.losses or each.arrivals[0].gradient is not None for each in capture.calls)
+    assert not any(each.losses or each.outputs[0].gradient is not None for each in capture.calls)
 
 
 def test_where_each_backward_is_judged_at_once_only_what_comes_after_it_is_kept() -> None:
@@ -137,16 +133,16 @@ def steps(capture: Capture, model: nn.Module, count: int, loss_of: Any) -> Tenso
     return loss
 
 
-def test_once_the_loss_is_known_to_be_returned_only_numbers_are_kept() -> None:
+def test_once_the_loss_is_known_to_be_returned_no_hook_waits() -> None:
     model = WithLoss()
     capture = Capture(model, immediate=True)
     loss = steps(capture, model, 6, lambda output: output[1])
     (kept,) = capture.calls
-    assert kept.numbers is not None
+    assert [each.gradient for each in kept.outputs] == [None, None]
     assert kept.losses[0] is loss
     # A replay asks for them by name.
-    assert [each.position for each in kept.arrivals] == ["[0]", "[1]"]
-    assert gradients_of(kept.arrivals, kept.losses) == {"[1]": torch.ones(())}
+    assert [each.position for each in kept.outputs] == ["[0]", "[1]"]
+    assert gradients_of(kept.outputs, kept.losses) == {"[1]": torch.ones(())}
     capture.backward_ended(1)
     assert kept.losses == ()
 
@@ -155,7 +151,7 @@ def test_once_the_loss_is_known_to_be_returned_only_numbers_are_kept() -> None:
     "loss_of",
     [lambda output: output[1].div_(4), lambda output: output[1] + output[0].sum(), lambda output: output[0].sum()],
 )
-def test_a_loss_from_elsewhere_is_noticed_where_only_numbers_are_kept(loss_of: Any) -> None:
+def test_a_loss_from_elsewhere_is_noticed_where_nothing_waits(loss_of: Any) -> None:
     model = WithLoss()
     capture = Capture(model, immediate=True)
     steps(capture, model, 6, lambda output: output[1])
@@ -163,12 +159,12 @@ def test_a_loss_from_elsewhere_is_noticed_where_only_numbers_are_kept(loss_of: A
     steps(capture, model, 1, loss_of)
     (kept,) = capture.calls
     # Nothing waited this time, and it is not taken for the loss that the model returned.
-    assert gradients_of(kept.arrivals, kept.losses) == {}
-    first, _ = frontier(kept.losses, {each.number for each in kept.arrivals})
+    assert gradients_of(kept.outputs, kept.losses) == {}
+    first, _ = reached(kept.losses, {each.number for each in kept.outputs})
     assert first
     capture.backward_ended(1)
     steps(capture, model, 1, loss_of)
-    assert any(each.gradient is not None for each in capture.calls[0].arrivals)
+    assert any(each.gradient is not None for each in capture.calls[0].outputs)
 
 
 def test_two_calls_in_a_step_are_both_seen_as_returned() -> None:
@@ -179,13 +175,13 @@ def test_two_calls_in_a_step_are_both_seen_as_returned() -> None:
     for place in range(2):
         backward(capture, call(capture, model, torch.ones(2, 3))[1], place + 1)
     assert [each.micro_batch for each in capture.calls] == [0, 1]
-    assert all(len(gradients_of(each.arrivals, each.losses)) == 1 for each in capture.calls)
+    assert all(len(gradients_of(each.outputs, each.losses)) == 1 for each in capture.calls)
     capture.step_ended()
     # Both belong to one backward, as the real and the made-up batch of a GAN.
     losses = [call(capture, model, torch.ones(2, 3))[1] for _ in range(2)]
     backward(capture, losses[0] + losses[1], 1)
     steps(capture, model, 1, lambda output: output[1])
-    assert any(each.gradient is not None for each in capture.calls[0].arrivals)
+    assert any(each.gradient is not None for each in capture.calls[0].outputs)
 
 
 def test_gradients_are_let_go_though_no_loss_was_a_tensor() -> None:
@@ -196,9 +192,9 @@ def test_gradients_are_let_go_though_no_loss_was_a_tensor() -> None:
     capture.backward_begins(())
     out.backward()
     (kept,) = capture.calls
-    assert kept.arrivals[0].gradient is not None
+    assert kept.outputs[0].gradient is not None
     capture.backward_ended(1)
-    assert kept.arrivals[0].gradient is None
+    assert kept.outputs[0].gradient is None
 
 
 def test_versions_are_counted_alike_whatever_the_model_is_called_with() -> None:
@@ -206,11 +202,18 @@ def test_versions_are_counted_alike_whatever_the_model_is_called_with() -> None:
     y.add_(1)
     with torch.inference_mode():
         frozen = torch.ones(2)
-    plain: list[Any] = [((x, y), {}), ((x,), {"y": y, "mask": None, "scale": 2.0}), ((), {"y": y}), ((), {})]
-    for args, kwargs in plain:
-        assert plain_versions(args, kwargs) == versions_of((args, kwargs))
-    for args, kwargs in (((frozen,), {}), (({"x": x},), {}), ((x,), {"y": [y]}), ((nn.Parameter(x),), {})):
-        assert plain_versions(args, kwargs) is None
+    given: list[tuple[tuple[Any, ...], dict[str, Any], list[int]]] = [
+        ((x, y), {}, [0, 1]),
+        ((x,), {"y": y, "mask": None, "scale": 2.0}, [0, 1]),
+        ((), {"y": y}, [1]),
+        ((), {}, []),
+        ((frozen, y), {}, [-1, 1]),
+        (({"x": x, "y": y},), {}, [0, 1]),
+        ((x,), {"y": [y]}, [0, 1]),
+        ((nn.Parameter(x),), {"text": "a"}, [0]),
+    ]
+    for args, kwargs, versions in given:
+        assert versions_of(args, kwargs) == versions
 
 
 def test_a_dict_is_kept_as_it_was_given() -> None:
@@ -222,17 +225,3 @@ def test_a_dict_is_kept_as_it_was_given() -> None:
     assert capture.now is not None
     assert capture.now.args == ({"x": x, "labels": x}, "text")
     assert capture.now.versions == [0, 0, 0]
-
-
-def test_a_light_step_keeps_modes_that_were_set_by_a_call() -> None:
-    model = Net()
-    log, pace = ModeLog(model), Pace(light=True)
-    log.open()
-    capture = Capture(model, immediate=True, log=log, pace=pace)
-    call(capture, model, torch.ones(2, 3))
-    pace.full = False
-    model.drop.eval()
-    call(capture, model, torch.ones(2, 3))
-    log.close()
-    assert capture.now is not None
-    assert capture.now.ambient.training == (True, True, False)

@@ -74,9 +74,10 @@ class LoopOrder(Guard):
         self._calls.open(watch.optimizers, watch.scheduler)
 
     def _end(self) -> None:
-        calls, self._calls, self._recorder = self._calls, None, None
-        if calls is not None:
-            calls.close()
+        # Forgotten only once it is closed: an interrupt in between leaves it to be closed by the next call.
+        if self._calls is not None:
+            self._calls.close()
+        self._calls = self._recorder = None
         if self._watch is not None and self._forward_begins in self._watch.forward_begins:
             self._watch.forward_begins.remove(self._forward_begins)
 

@@ -16,7 +16,7 @@ from gpt_guard.callbacks.data.batches import InputNames
 from gpt_guard.callbacks.losses.calls import ClassIds
 from gpt_guard.callbacks.losses.positions import ScorePositions, positions_of
 from gpt_guard.hooks.functions.call_record import CallRecord
-from gpt_guard.hooks.isolation.tolerance import difference, rounding
+from gpt_guard.hooks.isolation.compare import difference, rounding
 from gpt_guard.hooks.tensors import walk
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Severity

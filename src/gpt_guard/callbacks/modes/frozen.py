@@ -15,7 +15,7 @@ from gpt_guard.callbacks.modes.no_grad_forwards import described_call
 from gpt_guard.callbacks.modes.sensitive import Sensitive, described
 from gpt_guard.callbacks.updates.param_plan import listed
 from gpt_guard.catalogue import finding
-from gpt_guard.hooks.copies import Uncopiable, Uncopied
+from gpt_guard.hooks.copies import HookSet, Uncopied
 from gpt_guard.hooks.evaluation import own_train, sets_modes
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Observation
@@ -34,7 +34,7 @@ class BeganInEval:
         self._frozen: dict[str, bool] | None = None
         self._entered: set[str] = set()
         self._teachers: dict[str, _Calls] = {}
-        self._handles: list[Uncopiable] = []
+        self._hooks = HookSet()
 
     def enter(self, watch: Watch, modules: Sequence[Sensitive]) -> None:
         """Note the modes on entry; modules that may be a teacher's get a hook until the first step is judged."""
@@ -44,12 +44,11 @@ class BeganInEval:
                 self._entered.add(each.path)
             elif each.path in watch.tap.names:
                 calls = self._teachers[each.path] = _Calls(each.module)
-                self._handles.append(Uncopiable(each.module.register_forward_pre_hook(calls)))
+                self._hooks.before_forward(each.module, calls)
 
     def detach(self) -> None:
         """Take the hooks away; may run twice."""
-        while self._handles:
-            self._handles.pop().remove()
+        self._hooks.close()
         self._teachers.clear()
 
     def judge(

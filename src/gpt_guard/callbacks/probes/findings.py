@@ -11,7 +11,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from gpt_guard.callbacks.probes.batch import Attended, Batch, ShiftedTargets
 from gpt_guard.catalogue import finding
-from gpt_guard.hooks.isolation.traces import Blame
+from gpt_guard.hooks.isolation.compare import FirstDifference
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Severity
 from gpt_guard.records.render import number
@@ -47,7 +47,9 @@ class Mixed(NamedTuple):
     replaced: dict[str, Tensor]
 
 
-def future_leak(watch: Watch, batch: Batch, shift: ShiftedTargets, leak: Leak, blame: Blame | None) -> Finding:
+def future_leak(
+    watch: Watch, batch: Batch, shift: ShiftedTargets, leak: Leak, blame: FirstDifference | None
+) -> Finding:
     """GG660: logits that change with a token which comes later."""
     length = shift.valid.size(shift.time)
     pairs = [(reader, leak.source) for reader in leak.readers]
@@ -79,14 +81,20 @@ def future_leak(watch: Watch, batch: Batch, shift: ShiftedTargets, leak: Leak, b
     )
 
 
-def _made_by(blame: Blame, call: Attended) -> bool:
+def _made_by(blame: FirstDifference, call: Attended) -> bool:
     """Whether the call is in the blamed module's own code, or in one of torch's layers that it is made of."""
     torchs = type(blame.module).__module__.startswith("torch.")
     return call.path == blame.path or (torchs and call.path.startswith(f"{blame.path}."))
 
 
 def mixed_rows(
-    watch: Watch, mixed: Mixed, blame: Blame | None, count: int, *, reshaped: bool = False, joined: bool = False
+    watch: Watch,
+    mixed: Mixed,
+    blame: FirstDifference | None,
+    count: int,
+    *,
+    reshaped: bool = False,
+    joined: bool = False,
 ) -> Finding:
     """GG661: what is answered for one row changes with the others. `joined` where they may be one sequence."""
     likely = likely_rows(watch.model, blame, "others")
@@ -123,7 +131,9 @@ def growing(watch: Watch, grown: list[str], sizes: list[int], apart: float, *, m
     )
 
 
-def likely_future(model: nn.Module, blame: Blame | None, pairs: Pairs, share: float, length: int) -> list[str]:
+def likely_future(
+    model: nn.Module, blame: FirstDifference | None, pairs: Pairs, share: float, length: int
+) -> list[str]:
     """Cause keys of GG660, the likeliest first: from who reads whom, and how much by the past's share."""
     seen = list(pairs)
     farthest = max((source - reader for reader, source in seen), default=0)
@@ -165,7 +175,7 @@ def _future_by_kind(module: nn.Module) -> list[str]:
     return []
 
 
-def likely_rows(model: nn.Module, blame: Blame | None, how: str) -> list[str]:
+def likely_rows(model: nn.Module, blame: FirstDifference | None, how: str) -> list[str]:
     """Cause keys of GG661, the likeliest first. `how` is "moved" where only the place of a row made the difference."""
     if how == "moved":
         return ["row_index", "capacity"] if not _routes(blame) else ["capacity", "row_index"]
@@ -186,7 +196,7 @@ def likely_rows(model: nn.Module, blame: Blame | None, how: str) -> list[str]:
     return ["norm_over_batch", "reshape"]
 
 
-def _routes(blame: Blame | None) -> bool:
+def _routes(blame: FirstDifference | None) -> bool:
     return blame is not None and is_router(blame.module)
 
 

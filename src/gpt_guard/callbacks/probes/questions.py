@@ -11,8 +11,14 @@ from gpt_guard.callbacks.modes.dropout import dropout_in_eval
 from gpt_guard.callbacks.probes.batch import ShiftedTargets
 from gpt_guard.callbacks.probes.findings import Leak, Mixed, future_leak, growing, mixed_rows
 from gpt_guard.callbacks.probes.runner import ProbeAnswer, ProbeRunner, by_place, by_row
-from gpt_guard.hooks.isolation.tolerance import difference
-from gpt_guard.hooks.isolation.traces import Blame, at_positions, at_row, first_difference, traced
+from gpt_guard.hooks.isolation.compare import (
+    FirstDifference,
+    at_positions,
+    at_row,
+    difference,
+    first_difference,
+    traced,
+)
 from gpt_guard.hooks.tensors import walk
 from gpt_guard.records import Finding
 
@@ -152,7 +158,7 @@ def _leak(runner: ProbeRunner, one: Tensor, other: Tensor, valid: Tensor, source
 
 def _future_blame(
     runner: ProbeRunner, shift: ShiftedTargets, changed: Tensor, padding: Tensor, source: int
-) -> Blame | None:
+) -> FirstDifference | None:
     model = runner.watch.model
     one = traced(model, lambda: runner.ask(regardless=True))
     other = traced(model, lambda: runner.ask({shift.position: changed}, regardless=True))
@@ -299,7 +305,7 @@ def recurrent_findings(runner: ProbeRunner, first: ProbeAnswer) -> Iterator[Find
             return
 
 
-def _row_blame(runner: ProbeRunner, mixed: Mixed, count: int, length: int) -> tuple[Blame | None, bool]:
+def _row_blame(runner: ProbeRunner, mixed: Mixed, count: int, length: int) -> tuple[FirstDifference | None, bool]:
     """Which module mixed the rows, and whether any was given them as one sequence: `[1, B, C]` or `[B, 1, C]`.
 
     Sentences of a document are rows of that kind.

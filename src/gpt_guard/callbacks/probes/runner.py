@@ -12,8 +12,8 @@ from torch import Tensor
 from gpt_guard.callbacks.modes.dropout import DROPOUT_CALLS, DropoutCall, active_dropout
 from gpt_guard.callbacks.probes.batch import Batch
 from gpt_guard.hooks.functions.function_calls import FunctionCall, FunctionCalls
+from gpt_guard.hooks.isolation.compare import SAME_SHAPE, difference, rounding
 from gpt_guard.hooks.isolation.rerun import Rerun
-from gpt_guard.hooks.isolation.tolerance import SAME_SHAPE, difference, rounding
 from gpt_guard.hooks.tensors import walk
 from gpt_guard.hooks.watch import Watch
 

@@ -16,9 +16,18 @@ from gpt_guard.callbacks.probes.findings import distances, likely_future
 from gpt_guard.checkpoint.fingerprint import unwrap
 from gpt_guard.checks.runner.forward import call
 from gpt_guard.checks.runner.perturb import other_ids, repeatable
-from gpt_guard.hooks.isolation.eval_no_grad import quiet
-from gpt_guard.hooks.isolation.tolerance import across_shapes, difference, rounding
-from gpt_guard.hooks.isolation.traces import Blame, at_positions, at_row, everything, first_difference, traced
+from gpt_guard.hooks.isolation.compare import (
+    FirstDifference,
+    across_shapes,
+    at_positions,
+    at_row,
+    difference,
+    everything,
+    first_difference,
+    rounding,
+    traced,
+)
+from gpt_guard.hooks.isolation.preserve import quiet
 from gpt_guard.records import Finding
 
 SEEDS = 3
@@ -56,7 +65,7 @@ class FutureLeak(NamedTuple):
     `blame` is the module that made it; None where the leak is too small for the model's precision.
     """
 
-    blame: Blame | None
+    blame: FirstDifference | None
     pairs: frozenset[tuple[int, int]]
     likely: list[str]
     length: int
@@ -176,7 +185,7 @@ class TokenChanges:
         likely = likely_future(self.model, blame, pairs, share, self.x.size(1))
         return FutureLeak(blame, pairs, likely, self.x.size(1))
 
-    def leaking_module(self, found: LogitChange) -> Blame | None:
+    def leaking_module(self, found: LogitChange) -> FirstDifference | None:
         """The module whose output first changed where it should have stayed."""
         if found.inputs is None:
             return None

@@ -17,9 +17,8 @@ from gpt_guard.checks.runner.base import MODEL, VOCABULARY, Need, Stage, Subject
 from gpt_guard.checks.runner.forward import loss_of
 from gpt_guard.checks.runner.perturb import precise, probe_ids, widened
 from gpt_guard.checks.tokenizer.vocabulary import special_id
-from gpt_guard.hooks.isolation.eval_no_grad import quiet
-from gpt_guard.hooks.isolation.preserve import preserved
-from gpt_guard.hooks.isolation.tolerance import difference, rounding
+from gpt_guard.hooks.isolation.compare import difference, rounding
+from gpt_guard.hooks.isolation.preserve import preserved, quiet
 from gpt_guard.records import CheckResult, Finding
 from gpt_guard.records.render import number
 

@@ -29,8 +29,8 @@ from gpt_guard.checks.checkpoint.reload import eval_logits, load_weights
 from gpt_guard.checks.runner.base import Subject
 from gpt_guard.checks.runner.forward import in_form_of, plain_device
 from gpt_guard.errors import CheckpointError, GuardUsageError
+from gpt_guard.hooks.isolation.compare import difference, rounding
 from gpt_guard.hooks.isolation.preserve import preserved
-from gpt_guard.hooks.isolation.tolerance import difference, rounding
 from gpt_guard.hooks.optimizer import unwrap as plain_optimizers
 from gpt_guard.records import Finding, Severity
 

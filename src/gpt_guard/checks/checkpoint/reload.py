@@ -18,10 +18,8 @@ from gpt_guard.checkpoint.reporter import Reporter
 from gpt_guard.checkpoint.weights import copy_weights, fit_weights
 from gpt_guard.checks.runner.forward import in_form_of, logits_of, plain_device
 from gpt_guard.errors import CheckpointError
-from gpt_guard.hooks.isolation.eval_no_grad import quiet
-from gpt_guard.hooks.isolation.preserve import preserved
-from gpt_guard.hooks.isolation.random_state import seed_all
-from gpt_guard.hooks.isolation.tolerance import difference, rounding
+from gpt_guard.hooks.isolation.compare import difference, rounding
+from gpt_guard.hooks.isolation.preserve import preserved, quiet, seed_all
 from gpt_guard.records import Finding
 
 _FILE = Path("the saved state_dict")

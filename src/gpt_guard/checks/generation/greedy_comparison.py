@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.generation.decoding import cropped, last_logits
 from gpt_guard.checks.generation.user_generate import GenerateRecord, ModelCall, UserGenerate, recorded
-from gpt_guard.hooks.isolation.eval_no_grad import quiet
-from gpt_guard.hooks.isolation.random_state import seed_all
-from gpt_guard.hooks.isolation.tolerance import across_shapes
+from gpt_guard.hooks.isolation.compare import across_shapes
+from gpt_guard.hooks.isolation.preserve import quiet, seed_all
 from gpt_guard.records import Finding, Severity
 
 _ROUNDED = 0.05

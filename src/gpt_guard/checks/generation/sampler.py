@@ -16,8 +16,7 @@ from gpt_guard.checks.runner.forward import raised, user_line
 from gpt_guard.checks.runner.perturb import probe_ids
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.evaluation import evaluation_mode
-from gpt_guard.hooks.isolation.eval_no_grad import quiet
-from gpt_guard.hooks.isolation.random_state import seed_all
+from gpt_guard.hooks.isolation.preserve import quiet, seed_all
 from gpt_guard.records import CheckResult, Finding, Severity
 
 COMPARED = 12

@@ -25,8 +25,7 @@ from gpt_guard.checks.generation.text_quality import CorpusBaseline, Loops, judg
 from gpt_guard.checks.generation.user_generate import UserGenerate
 from gpt_guard.checks.runner.base import MODEL, VOCABULARY, Need, Stage, Subject
 from gpt_guard.checks.runner.perturb import probe_ids
-from gpt_guard.hooks.isolation.eval_no_grad import quiet
-from gpt_guard.hooks.isolation.random_state import seed_all
+from gpt_guard.hooks.isolation.preserve import quiet, seed_all
 from gpt_guard.records import CheckResult, Severity
 
 PROMPTS = 4

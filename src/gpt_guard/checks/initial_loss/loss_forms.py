@@ -17,8 +17,7 @@ from gpt_guard.callbacks.losses.scores import are_probabilities
 from gpt_guard.checks.runner.base import Subject
 from gpt_guard.checks.runner.forward import call, project_loss
 from gpt_guard.checks.runner.perturb import probe_ids, repeatable
-from gpt_guard.hooks.isolation.preserve import preserved
-from gpt_guard.hooks.isolation.random_state import seed_all
+from gpt_guard.hooks.isolation.preserve import preserved, seed_all
 
 IGNORED = -100
 """The label that does not count, in the probe: torch's default."""

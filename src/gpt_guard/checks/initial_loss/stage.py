@@ -16,7 +16,7 @@ from gpt_guard.checks.runner.base import BATCH, MODEL, Stage, Subject
 from gpt_guard.checks.runner.forward import call, project_loss, takes_targets
 from gpt_guard.checks.runner.perturb import probe_ids
 from gpt_guard.checks.tokenizer.vocabulary import special_id
-from gpt_guard.hooks.isolation.eval_no_grad import quiet
+from gpt_guard.hooks.isolation.preserve import quiet
 from gpt_guard.records import CheckResult, Finding, Severity
 from gpt_guard.records.render import number
 

@@ -15,8 +15,7 @@ from gpt_guard.checks.gradients.diagnosis import frozen_finding
 from gpt_guard.checks.overfit.memorise import Curve, Floor, Progress, floor, memorise
 from gpt_guard.checks.overfit.seed_model import Learner, cut, learner
 from gpt_guard.checks.runner.base import BATCH, MODEL, Need, Stage, Subject
-from gpt_guard.hooks.isolation.preserve import preserved
-from gpt_guard.hooks.isolation.random_state import seed_all
+from gpt_guard.hooks.isolation.preserve import preserved, seed_all
 from gpt_guard.records import CheckResult, Finding, Severity
 from gpt_guard.records.render import number
 

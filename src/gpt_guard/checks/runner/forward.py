@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gpt_guard.catalogue import finding
 from gpt_guard.checkpoint.fingerprint import unwrap
 from gpt_guard.checks.runner.base import LossFunction
-from gpt_guard.hooks.isolation.eval_no_grad import quiet
+from gpt_guard.hooks.isolation.preserve import quiet
 from gpt_guard.records import Finding, SourceLine
 
 TARGET_NAMES = ("targets", "labels", "target", "label", "y", "target_ids", "tgt", "targets_ids", "next_ids")

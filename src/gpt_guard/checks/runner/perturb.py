@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 from gpt_guard.checks.runner.base import Subject, vocabulary
 from gpt_guard.checks.runner.forward import call
-from gpt_guard.hooks.isolation.eval_no_grad import quiet
-from gpt_guard.hooks.isolation.preserve import preserved
-from gpt_guard.hooks.isolation.random_state import seed_all
+from gpt_guard.hooks.isolation.preserve import preserved, quiet, seed_all
 
 ROWS = 3
 LONGEST = 64

@@ -15,8 +15,7 @@ from gpt_guard.checks.runner.base import LossFunction, Stage, Subject, select
 from gpt_guard.checks.runner.forward import raised
 from gpt_guard.checks.runner.gather import complete, gather
 from gpt_guard.checks.runner.report import FACTS, PreflightReport
-from gpt_guard.hooks.isolation.preserve import preserved
-from gpt_guard.hooks.isolation.random_state import seed_all
+from gpt_guard.hooks.isolation.preserve import preserved, seed_all
 from gpt_guard.hooks.surroundings import surroundings
 from gpt_guard.records import CheckResult
 

@@ -12,7 +12,7 @@ from gpt_guard.checks.runner.base import VOCABULARY, Need, Stage, Subject
 from gpt_guard.checks.runner.forward import UnknownOutput, call, project_loss, raised, takes_targets
 from gpt_guard.checks.runner.perturb import probe_ids
 from gpt_guard.checks.shapes.foreign_device import CannotFollow, stays_behind
-from gpt_guard.hooks.isolation.eval_no_grad import quiet
+from gpt_guard.hooks.isolation.preserve import quiet
 from gpt_guard.records import CheckResult
 from gpt_guard.records.render import number
 

@@ -13,9 +13,15 @@ from gpt_guard.callbacks.modes.sensitive import described, sensitive_modules
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.runner.base import MODEL, VOCABULARY, Stage, Subject
 from gpt_guard.checks.runner.perturb import other_ids, probe_ids, repeatable
-from gpt_guard.hooks.isolation.eval_no_grad import quiet
-from gpt_guard.hooks.isolation.tolerance import difference, rounding
-from gpt_guard.hooks.isolation.traces import Blame, everything, first_difference, traced
+from gpt_guard.hooks.isolation.compare import (
+    FirstDifference,
+    difference,
+    everything,
+    first_difference,
+    rounding,
+    traced,
+)
+from gpt_guard.hooks.isolation.preserve import quiet
 from gpt_guard.records import CheckResult, Severity
 from gpt_guard.records.render import number
 
@@ -159,7 +165,7 @@ def _largest(logits: Tensor) -> float:
     return max(float(logits.abs().max()), torch.finfo(torch.float32).tiny)
 
 
-def _likely_noise(blame: Blame | None, *, random: bool, hidden: bool, share: float) -> list[str]:
+def _likely_noise(blame: FirstDifference | None, *, random: bool, hidden: bool, share: float) -> list[str]:
     """Cause keys of GG663, the likeliest first. `random`: with the same seed two passes do agree."""
     if not random:
         return ["kernel", "state"] if share < _KERNEL else ["state"]
@@ -174,7 +180,7 @@ def _likely_noise(blame: Blame | None, *, random: bool, hidden: bool, share: flo
     return ["functional", "noise"]
 
 
-def _in_forward(blame: Blame | None) -> frozenset[str]:
+def _in_forward(blame: FirstDifference | None) -> frozenset[str]:
     forward = getattr(type(blame.module), "forward", None) if blame is not None else None
     return frozenset(_in_code(forward.__code__)) if isinstance(forward, FunctionType) else frozenset()
 

@@ -1,27 +1,36 @@
-"""What a forward depends on beside its inputs and weights: random generators, modes, autocast, grad mode."""
+"""What a forward depends on beside its inputs and weights: random generators, modes, autocast, grad mode, saving."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from gpt_guard.hooks.capture.saved import Pair, newest_pair
-from gpt_guard.hooks.modes import ModeLog
-from gpt_guard.hooks.pace import Pace
+SavedHooks = tuple[Callable[..., Any], Callable[..., Any]]
+"""What packs and unpacks the tensors that autograd saves for a backward: checkpointing and offloading work by them."""
 
-# One question for all types of device. A torch that does not know it is asked for each type every time.
-_ANY_AUTOCAST: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+# Older versions of torch cannot be asked for the newest pair.
+_TOP: Callable[[bool], SavedHooks | None] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 _GRAD, _INFERENCE = torch.is_grad_enabled, torch.is_inference_mode_enabled
-_CPU_STATE = torch.default_generator.get_state
+_AUTOCAST, _AUTOCAST_DTYPE = torch.is_autocast_enabled, torch.get_autocast_dtype
 _NEW = tuple.__new__
 
 
-class Ambient(NamedTuple):
+def _unknown() -> None:
+    return None
+
+
+# Without a function of ours in between: it is asked in every forward.
+newest_saved_hooks: Callable[[], SavedHooks | None] = _unknown if _TOP is None else partial(_TOP, False)
+"""Gives the hooks that act now, or None: of several on top of each other only the newest do. 100 ns."""
+
+
+class ExecutionContext(NamedTuple):
     """The surroundings of one forward, as plain values and CPU tensors.
 
     `random` holds generator states by device ("cpu", "cuda:0"), `training` the mode of each module in the order of
@@ -34,47 +43,30 @@ class Ambient(NamedTuple):
     autocast: dict[str, tuple[bool, torch.dtype]]
     grad: bool
     inference: bool
-    saved: Pair | None = None
+    saved: SavedHooks | None = None
 
 
-class Surroundings:
-    """Takes the surroundings of a forward of one model; no device is read.
+class ContextReader:
+    """Takes the context of a forward of one model; no device is read.
 
-    The modules are those that the model had when this was made. With a `log` of mode changes and a `pace`, a light
-    step takes over the modes unless `.train()` or `.eval()` was called since they were read, and autocast's types while
-    none is on. A full step reads both; once modes have been found changed without a call, every step does.
+    The modules are those that the model had when this was made.
     """
 
-    __slots__ = ("_assumed", "_changes", "_log", "_modules", "_off", "_pace", "_random", "_training", "_types")
+    __slots__ = ("_modules", "_random", "_types")
 
-    def __init__(self, model: nn.Module, log: ModeLog | None = None, pace: Pace | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.modules())
-        self._log = log
-        self._pace = pace
-        self._changes = -1
-        self._assumed = False
-        self._training: tuple[bool, ...] = ()
-        self._off: dict[str, tuple[bool, torch.dtype]] = {}
         tensors = (*model.parameters(), *model.buffers())
         devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
-        self._random = [("cpu", _CPU_STATE), *_generators(devices)]
+        self._random = [("cpu", torch.default_generator.get_state), *_generators(devices)]
         self._types = ("cpu", *sorted({device.type for device in devices}))
 
-    def take(self, *, fresh: bool = False) -> Ambient:
-        """The surroundings as they are now; with `fresh`, as in an evaluation, nothing is taken over, nor next time."""
-        # The CPU's comes first, and most often alone.
-        random = {"cpu": _CPU_STATE()} if len(self._random) == 1 else self._states()
-        log, pace = self._log, self._pace
-        if fresh or log is None or pace is None or pace.full or log.changes != self._changes:
-            self._read(fresh=fresh)
-        else:
-            self._assumed = True
-        if _ANY_AUTOCAST():
-            autocast = self._autocast()
-        else:
-            autocast = self._off = self._off or self._autocast()
+    def take(self) -> ExecutionContext:
+        """The context as it is now."""
+        training = tuple([module.training for module in self._modules])
+        autocast = {kind: (_AUTOCAST(kind), _AUTOCAST_DTYPE(kind)) for kind in self._types}
         # A named tuple's own constructor is a function in Python, which calls this.
-        return _NEW(Ambient, (random, self._training, autocast, _GRAD(), _INFERENCE(), newest_pair()))
+        return _NEW(ExecutionContext, (self._states(), training, autocast, _GRAD(), _INFERENCE(), newest_saved_hooks()))
 
     def _states(self) -> dict[str, Tensor]:
         try:
@@ -82,32 +74,6 @@ class Surroundings:
         except RuntimeError:
             # A CUDA graph is being recorded: its generator cannot be read.
             return {}
-
-    def _read(self, *, fresh: bool) -> None:
-        training, log = _modes(self._modules), self._log
-        if training != self._training:
-            if log is not None and log.changes == self._changes:
-                # Somebody sets `training` itself: from now on it is read every time.
-                log = self._log = None
-            self._training = training
-        self._changes = -1 if fresh or log is None else log.changes
-        self._assumed = False
-        self._off = {}
-
-    def _autocast(self) -> dict[str, tuple[bool, torch.dtype]]:
-        return {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._types}
-
-    def revised(self, ambient: Ambient) -> Ambient:
-        """With the modes of now, if those that the newest forward took over were changed without a call."""
-        if self._assumed and ambient.training is self._training and self._log is not None:
-            training = _modes(self._modules)
-            if training != self._training and self._log.changes == self._changes:
-                return ambient._replace(training=training)
-        return ambient
-
-
-def _modes(modules: list[nn.Module]) -> tuple[bool, ...]:
-    return tuple([module.training for module in modules])
 
 
 def _generators(devices: Iterable[torch.device]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
@@ -122,39 +88,34 @@ def _generators(devices: Iterable[torch.device]) -> Iterator[tuple[str, Callable
             yield str(device), partial(module.get_rng_state, device)
 
 
-def modules_of(model: nn.Module, training: Sequence[bool]) -> list[tuple[nn.Module, bool]]:
-    """Each module with the mode it had; empty if the model has other modules by now."""
-    modules = list(model.modules())
-    return list(zip(modules, training, strict=True)) if len(modules) == len(training) else []
-
-
 @contextmanager
-def surrounded_by(model: nn.Module, ambient: Ambient) -> Iterator[None]:
+def put_into(model: nn.Module, context: ExecutionContext) -> Iterator[None]:
     """Inside, everything is as it was for a captured forward; afterwards as it was before, on every way out.
 
     Generators included. Autocast's cache of cast weights is neither read nor written inside: a weight that overflows
-    in the cast must be seen to do so again, and a cache that the loop is still using must not change.
+    in the cast must be seen to do so again, and a cache that the loop is still using must not change. Saved-tensor
+    hooks are left alone, see `saved_hooks_only`.
     """
-    before = Surroundings(model).take()
+    before = ContextReader(model).take()
     caching = torch.is_autocast_cache_enabled()
     try:
         torch.set_autocast_cache_enabled(False)
-        _set(model, ambient)
-        with torch.inference_mode(ambient.inference), torch.set_grad_enabled(ambient.grad):
+        _set(model, context)
+        with torch.inference_mode(context.inference), torch.set_grad_enabled(context.grad):
             yield
     finally:
         _set(model, before)
         torch.set_autocast_cache_enabled(caching)
 
 
-def _set(model: nn.Module, ambient: Ambient) -> None:
-    for module, training in modules_of(model, ambient.training):
+def _set(model: nn.Module, context: ExecutionContext) -> None:
+    for module, training in _modes(model, context.training):
         # Not `train()`: a model may do more there, and a listener would note it.
         module.training = training
-    for kind, (enabled, dtype) in ambient.autocast.items():
+    for kind, (enabled, dtype) in context.autocast.items():
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
-    for name, state in ambient.random.items():
+    for name, state in context.random.items():
         device = torch.device(name)
         if device.type == "cpu":
             torch.set_rng_state(state)
@@ -162,3 +123,36 @@ def _set(model: nn.Module, ambient: Ambient) -> None:
             torch.mps.set_rng_state(state)
         elif (namespace := getattr(torch, device.type, None)) is not None and namespace.is_available():
             namespace.set_rng_state(state, device)
+
+
+def _modes(model: nn.Module, training: Sequence[bool]) -> list[tuple[nn.Module, bool]]:
+    """Each module with the mode it had; empty if the model has other modules by now."""
+    modules = list(model.modules())
+    return list(zip(modules, training, strict=True)) if len(modules) == len(training) else []
+
+
+@contextmanager
+def saved_hooks_only(pair: SavedHooks | None) -> Iterator[None]:
+    """Inside, no saved-tensor hooks act but this pair; afterwards all that did before, on every way out."""
+    own = torch._C._autograd
+    if _TOP is None:
+        with saved_tensors_hooks(_same, _same):
+            yield
+        return
+    others: list[SavedHooks] = []
+    while (newest := newest_saved_hooks()) is not None:
+        others.append(newest)
+        own._pop_saved_tensors_default_hooks()
+    try:
+        if pair is None:
+            yield
+        else:
+            with saved_tensors_hooks(*pair):
+                yield
+    finally:
+        for pack, unpack in reversed(others):
+            own._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def _same(value: Any) -> Any:
+    return value

@@ -1,31 +1,28 @@
 """The gradients that reach the outputs of a model: what the loop does to its loss, whatever it is, in a few tensors.
 
 A hook that waits for one costs about 15 µs in a backward of a small model, so the first backward calls are used to
-learn for which outputs it is needed. For a loss that the model itself returns and backward is called on, none is: then
-only the numbers of what was returned are kept.
+learn for which outputs it is needed. For a loss that the model itself returns and backward is called on, none is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gpt_guard.hooks.capture.outputs_reached import frontier
 from gpt_guard.hooks.tensors import walk
 
-# GAN loops and schedules of losses alternate: as many backward calls are looked at before a pattern is trusted.
+# GAN loops and schedules of losses alternate: as many backward calls are looked at before what they use is trusted.
 _LEARN = 4
+_MOST_NODES = 200_000
 # What most models return is one of these, or a tuple of them.
 _USUAL = frozenset((Tensor, type(None)))
 _PLACES = [f"[{place}]" for place in range(16)]
-# The sequence number of a tensor's node, or of each in a tuple of tensors and None.
-Numbers = int | list[int | None]
 
 
-class Arrival:
+class OutputGradient:
     """An output that a gradient can reach: a pre-hook of its node, once it waits.
 
     On the node and not on the tensor: a pickled tensor would warn of it, and an in-place change made later would
@@ -44,16 +41,16 @@ class Arrival:
         self.gradient = gradients[self.place]
 
 
-def await_gradients(output: Any, positions: Collection[str] | None = None) -> list[Arrival]:
+def await_gradients(output: Any, positions: Collection[str] | None = None) -> list[OutputGradient]:
     """List the tensors of an output that a backward can reach, and wait at those positions, or at all for None."""
-    found: list[Arrival] = []
+    found: list[OutputGradient] = []
     for position, tensor in _tensors(output):
         node: Any = tensor.grad_fn
         if node is not None:
-            arrival = Arrival(position, node._sequence_nr(), tensor.output_nr)
-            found.append(arrival)
+            waiting = OutputGradient(position, node._sequence_nr(), tensor.output_nr)
+            found.append(waiting)
             if positions is None or position in positions:
-                node.register_prehook(arrival)
+                node.register_prehook(waiting)
     return found
 
 
@@ -67,70 +64,101 @@ def _tensors(output: Any) -> Iterable[tuple[str, Tensor]]:
     return walk(output)
 
 
-def numbers_of(output: Any) -> Numbers | None:
-    """What is kept of an output where nothing waits; None for one that has to be walked through."""
-    kind = type(output)
-    if kind is Tensor:
-        node = output.grad_fn
-        return [] if node is None else node._sequence_nr()
-    if kind is not tuple or not _USUAL.issuperset(map(type, output)):
-        return None
-    nodes = [None if each is None else each.grad_fn for each in output]
-    return [None if node is None else node._sequence_nr() for node in nodes]
+class UsedOutputs:
+    """Which outputs a loop computes its loss from, None while that is not known.
 
+    Learnt anew when a loss comes from elsewhere than ever before.
+    """
 
-def listed(numbers: Numbers) -> list[Arrival]:
-    """The arrivals that `await_gradients` would have listed, waiting nowhere."""
-    if isinstance(numbers, int):
-        return [Arrival("", numbers, 0)]
-    return [Arrival(f"[{place}]", number, 0) for place, number in enumerate(numbers) if number is not None]
-
-
-class Pattern:
-    """Which outputs a loop computes its loss from: learnt anew when a loss comes from elsewhere than ever before."""
-
-    __slots__ = ("_left", "_used", "positions")
+    __slots__ = ("_found", "_left", "positions")
 
     def __init__(self) -> None:
         self._left = _LEARN
-        self._used: set[str] = set()
+        self._found: set[str] = set()
         self.positions: frozenset[str] | None = None
 
-    def backward_begins(self, losses: Sequence[Tensor], calls: Iterable[Sequence[Arrival]]) -> None:
+    def backward_begins(self, losses: Sequence[Tensor], calls: Iterable[Sequence[OutputGradient]]) -> None:
         """Look at where the losses of a backward come from, while that is not known or nothing waits for it."""
         if self.positions is None:
-            self._learn(losses, [arrival for arrivals in calls for arrival in arrivals])
-        elif not self.positions and not any(direct(losses, arrivals) for arrivals in calls):
+            self._learn(losses, [output for outputs in calls for output in outputs])
+        elif not self.positions and not any(direct(losses, outputs) for outputs in calls):
             self.positions, self._left = None, _LEARN
 
-    def _learn(self, losses: Sequence[Tensor], arrivals: Sequence[Arrival]) -> None:
-        if not any(direct(losses, [arrival]) for arrival in arrivals):
-            first, again = frontier(losses, {arrival.number for arrival in arrivals})
-            self._used |= {arrival.position for arrival in arrivals if arrival.number in (*first, *again)}
+    def _learn(self, losses: Sequence[Tensor], outputs: Sequence[OutputGradient]) -> None:
+        if direct(losses, outputs) is None:
+            first, again = reached(losses, {output.number for output in outputs})
+            self._found |= {output.position for output in outputs if output.number in (*first, *again)}
         self._left -= 1
         if self._left == 0:
-            self.positions = frozenset(self._used)
+            self.positions = frozenset(self._found)
 
 
-def returned(losses: Sequence[Tensor], numbers: Numbers) -> bool:
-    """Whether backward is called on one of these outputs itself, as `direct` finds it."""
-    if len(losses) != 1 or (node := losses[0].grad_fn) is None or losses[0].dim():
-        return False
-    number = node._sequence_nr()
-    return number == numbers if isinstance(numbers, int) else number in numbers
-
-
-def direct(losses: Sequence[Tensor], arrivals: Iterable[Arrival]) -> Arrival | None:
+def direct(losses: Sequence[Tensor], outputs: Iterable[OutputGradient]) -> OutputGradient | None:
     """The output, a single number, that backward is called on itself: its gradient is 1."""
     if len(losses) != 1 or losses[0].grad_fn is None or losses[0].dim():
         return None
     number = losses[0].grad_fn._sequence_nr()
-    return next((arrival for arrival in arrivals if arrival.number == number), None)
+    return next((output for output in outputs if output.number == number), None)
 
 
-def gradients_of(arrivals: Sequence[Arrival], losses: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The gradients that have arrived, by position."""
-    found = {arrival.position: arrival.gradient for arrival in arrivals if arrival.gradient is not None}
-    if (itself := direct(losses, arrivals)) is not None and itself.position not in found:
+def gradients_of(outputs: Sequence[OutputGradient], losses: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The gradients that have come, by position."""
+    found = {output.position: output.gradient for output in outputs if output.gradient is not None}
+    if (itself := direct(losses, outputs)) is not None and itself.position not in found:
         found[itself.position] = torch.ones_like(losses[0], requires_grad=False)
     return found
+
+
+class Reached(NamedTuple):
+    """Sequence numbers of the nodes that a backward comes to `first`, and of those that it comes to `again`.
+
+    A node that is only reached through another one is left out. One that is reached both ways is among `again`: its
+    gradient holds what comes through the other, and counting both would count that twice.
+    """
+
+    first: list[int]
+    again: list[int]
+
+
+def reached(losses: Sequence[Tensor], numbers: Collection[int]) -> Reached:
+    """Of nodes given by their sequence numbers (in one thread), those that the losses are computed from directly.
+
+    Read from the autograd graph, where each path to them is walked once.
+    """
+    found: dict[int, Any] = {}
+    for node in _walk([loss.grad_fn for loss in losses if loss.grad_fn is not None], numbers):
+        found[node._sequence_nr()] = node
+    behind: set[int] = set()
+    if len(found) > 1:
+        for node in found.values():
+            above = [parent for parent, _ in node.next_functions if parent is not None]
+            behind |= {inner._sequence_nr() for inner in _walk(above, numbers)}
+    return Reached([each for each in found if each not in behind], [each for each in found if each in behind])
+
+
+def bypassed(losses: Sequence[Tensor], numbers: Collection[int], parameter: Tensor) -> bool:
+    """Whether the losses depend on a parameter by a way that leads through none of these nodes."""
+    seen = {loss.grad_fn for loss in losses if loss.grad_fn is not None}
+    pending: list[Any] = list(seen)
+    for node in pending:
+        if getattr(node, "variable", None) is parameter:
+            return True
+        if node._sequence_nr() not in numbers:
+            above = {parent for parent, _ in node.next_functions if parent is not None} - seen
+            pending += above
+            seen |= above
+    return False
+
+
+def _walk(roots: Sequence[Any], numbers: Collection[int]) -> Iterator[Any]:
+    """Yield the wanted nodes that can be reached, and go no further at any of them."""
+    seen = set(roots)
+    pending = list(roots)
+    for node in pending:
+        if node._sequence_nr() in numbers:
+            yield node
+            continue
+        for parent, _ in node.next_functions:
+            if parent is not None and parent not in seen and len(seen) < _MOST_NODES:
+                seen.add(parent)
+                pending.append(parent)

@@ -7,7 +7,7 @@ Dynamo traces whatever mode is open into the code that it compiles, cannot trace
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from threading import get_ident
 from typing import Any
 
@@ -61,23 +61,34 @@ class FunctionMode(TorchFunctionMode):
 
     def _enter(self) -> None:
         self.opened = True
-        modes = _take_all()
+        modes = open_modes()
         # A default device insists on the lowest place.
         place = 1 if modes and modes[0] is getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) else 0
-        _put_all([*modes[:place], self, *modes[place:]])
+        _rearrange([*modes[:place], self, *modes[place:]])
 
     def _leave(self) -> None:
         if self.opened:
+            _rearrange([mode for mode in open_modes() if mode is not self])
             self.opened = False
-            _put_all([mode for mode in _take_all() if mode is not self])
 
 
-def _take_all() -> list[TorchFunctionMode]:
-    """All open modes of this thread, outermost first; none is open afterwards."""
-    return [_pop_mode() for _ in range(torch._C._len_torch_function_stack())][::-1]
+def open_modes() -> list[TorchFunctionMode]:
+    """All open modes of this thread, outermost first."""
+    return [torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack())]
 
 
-def _put_all(modes: Iterable[TorchFunctionMode]) -> None:
+def _rearrange(modes: Sequence[TorchFunctionMode]) -> None:
+    """Have just these modes open, in this order; also where an interrupt comes in the middle of it."""
+    try:
+        _replace(modes)
+    except BaseException:
+        _replace(modes)
+        raise
+
+
+def _replace(modes: Sequence[TorchFunctionMode]) -> None:
+    while torch._C._len_torch_function_stack():
+        _pop_mode()
     for mode in modes:
         _push_mode(mode)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import sys
+import io
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, NoneType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,7 @@ from torch.nn.modules import module as module_hooks
 from gpt_guard.hooks.compiled import is_compiled_in_place, is_compiled_wrapper, is_scripted
 from gpt_guard.hooks.copies import Uncopied
 from gpt_guard.hooks.inspection import Inspection
-from gpt_guard.hooks.isolation.consumed import consumed
-from gpt_guard.hooks.isolation.keeping import Keeper
-from gpt_guard.hooks.isolation.random_state import seed_all
-from gpt_guard.hooks.isolation.resets import reset_of
+from gpt_guard.hooks.isolation.preserve import Keeper, is_plain_object, seed_all
 from gpt_guard.hooks.tensors import version_of
 
 _PLAIN = (
@@ -44,6 +41,10 @@ _PLAIN = (
     FunctionType,
     BuiltinFunctionType,
 )
+Consumed = Literal["iterator", "queue", "file"]
+# By the module of the class: none of these need be imported to know that a value is no such thing.
+_LOCKS = ("_thread", "threading", "multiprocessing.synchronize")
+_QUEUES = ("queue", "_queue", "multiprocessing.queues", "multiprocessing.connection", "torch.multiprocessing.queue")
 # Weights are copied for a probe only where they take no more than this share of the device's free memory.
 _SHARE_OF_MEMORY = 0.25
 
@@ -56,12 +57,14 @@ def odd(value: Any) -> str | None:
     if isinstance(value, _PLAIN) or type(value) in (Tensor, nn.Parameter) or type(value).__module__ == "numpy":
         return None
     if isinstance(value, (tuple, list, set)):
-        return next((name for each in value if (name := odd(each))), None)
-    if isinstance(value, Mapping):
-        return next((name for each in value.values() if (name := odd(each))), None)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return next((name for each in vars(value).values() if (name := odd(each))), None)
-    return type(value).__name__
+        parts: Iterable[Any] = value
+    elif isinstance(value, Mapping):
+        parts = value.values()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = vars(value).values()
+    else:
+        return type(value).__name__
+    return next((name for each in parts if (name := odd(each))), None)
 
 
 def copied(value: Any, replaced: Mapping[str, Tensor] | None = None, position: str = "") -> Any:
@@ -125,6 +128,26 @@ def _is_own(hook: Any) -> bool:
     return not home.startswith(("torch.", "gpt_guard."))
 
 
+def may_block(value: Any) -> bool:
+    """Whether it is a lock, an event or a barrier: a second forward in the middle of the first would wait for ever."""
+    kind = type(value)
+    return kind.__module__ in _LOCKS and (hasattr(kind, "acquire") or hasattr(kind, "wait"))
+
+
+def consumed(value: Any) -> Consumed | None:
+    """Which of the three a value is; None for what can be read as often as one likes.
+
+    An iterator (a generator, `iter(loader)`, `enumerate(...)`) has no way back, and of a queue or a file nobody knows
+    who else reads it.
+    """
+    kind = type(value)
+    if isinstance(value, io.IOBase) or kind.__module__ == "tempfile":
+        return "file"
+    if kind.__module__ in _QUEUES:
+        return "queue"
+    return "iterator" if hasattr(kind, "__next__") else None
+
+
 def marks(model: nn.Module) -> list[tuple[int, int]]:
     """Where the parameters lie and how often they were written to: the same before and after a forward of most models.
 
@@ -178,31 +201,20 @@ class Rerun:
 
 @contextmanager
 def _held(model: nn.Module) -> Iterator[None]:
-    """What `preserved` does not reach: generators and plain objects in modules, and weights where there is room."""
-    values = [value for module in model.modules() for value in vars(module).values()]
-    undo = [reset for value in values if (reset := reset_of(value))]
+    """What `preserved` does not reach: plain objects in modules, and weights where there is room."""
     keeper = Keeper(weights=False)
-    for value in values:
-        if is_plain_object(value):
-            keeper.keep(vars(value))
+    for module in model.modules():
+        for value in vars(module).values():
+            if is_plain_object(value):
+                keeper.keep(vars(value))
     weights = [(parameter, parameter.detach().clone()) for parameter in model.parameters()] if _room(model) else []
     try:
         yield
     finally:
         keeper.put_back()
-        for reset in undo:
-            reset()
         for parameter, before in weights:
             if not torch.equal(parameter, before):
                 parameter.data.copy_(before)
-
-
-def is_plain_object(value: Any) -> bool:
-    """An object of a class that is neither torch's nor Python's: a cache, a counter, a config."""
-    home = type(value).__module__.partition(".")[0]
-    if isinstance(value, (Tensor, nn.Module, type)) or callable(value) or home in (*sys.stdlib_module_names, "torch"):
-        return False
-    return hasattr(value, "__dict__")
 
 
 def _room(model: nn.Module) -> bool:

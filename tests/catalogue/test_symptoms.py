@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from gpt_guard import catalogue
 from gpt_guard.catalogue.symptoms import ORDER, Symptom, match, symptoms
-from gpt_guard.checks.runner.stages import NAMES
+from gpt_guard.checks.runner.base import NAMES
 from gpt_guard.cli.app import app
 
 LONGEST = 330

@@ -10,6 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gpt_guard.checks.runner.report import PreflightReport
+from gpt_guard.checks.runner.run import check
+from gpt_guard.records import CheckResult
+
 V, T, C, H = 23, 12, 16, 2
 
 
@@ -112,6 +116,18 @@ def batch(rows: int = 4) -> tuple[Tensor, Tensor]:
     """Random ids, never 0; y is x advanced by one."""
     ids = torch.randint(1, V, (rows, T + 1))
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def ask_stage(stage: str, model: nn.Module | None = None, **options: Any) -> PreflightReport:
+    """What one stage says of a model, the GPT by default, on a batch of random ids unless another is given."""
+    if "batch" not in options:
+        options["batch"] = batch()
+    given = {"vocab_size": V, "block_size": T, **options}
+    return check(GPT() if model is None else model, **given, only=[stage])
+
+
+def line(report: PreflightReport, title: str) -> CheckResult:
+    return next(result for result in report.checks if result.title == title)
 
 
 class Convolution(nn.Module):

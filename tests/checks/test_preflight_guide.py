@@ -12,7 +12,7 @@ import torch
 import gpt_guard
 from breaks import BREAKS
 from gpt_guard import catalogue
-from gpt_guard.checks.runner.stages import NAMES
+from gpt_guard.checks.runner.base import NAMES
 
 GUIDE = (Path(__file__).parent.parent.parent / "docs" / "preflight.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", GUIDE, re.DOTALL | re.MULTILINE)

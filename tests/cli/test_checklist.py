@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 
 from char_tokenizer import CharTokenizer
 from gpt_guard import Guardian, NonFiniteError
+from gpt_guard.checks.runner.base import NAMES
 from gpt_guard.checks.runner.report import PreflightReport
-from gpt_guard.checks.runner.stages import NAMES
 from gpt_guard.cli.app import app
 from gpt_guard.cli.checklists import PHASES, Phase, answers, checklists, open_run
 from gpt_guard.cli.checklists.questions import ANSWERS

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 from gpt_guard.checks.environment import stage as environment
 from gpt_guard.checks.files.project import Project, load_project
+from gpt_guard.checks.runner.base import select
 from gpt_guard.checks.runner.report import PreflightReport
 from gpt_guard.checks.runner.run import preflight
-from gpt_guard.checks.runner.stages import select
 from gpt_guard.cli.app import app
 from gpt_guard.cli.show import CheckScreen
 from gpt_guard.records.render import WIDTH

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from char_tokenizer import CharTokenizer
+from gpt_guard.checks.runner.base import NAMES
 from gpt_guard.checks.runner.report import PreflightReport
 from gpt_guard.checks.runner.run import check
-from gpt_guard.checks.runner.stages import NAMES
 from mini_gpt import MiniGPT, MiniGPTConfig
 
 BLOCK, ROWS = 16, 8

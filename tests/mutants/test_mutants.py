@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt_guard.checks.runner.stages import NAMES
+from gpt_guard.checks.runner.base import NAMES
 
 from . import (
     bugs_batches,

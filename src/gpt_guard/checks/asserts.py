@@ -26,9 +26,8 @@ from gpt_guard.checks.overfit.seed_model import Learner, own_learner
 from gpt_guard.checks.overfit.stage import learn
 from gpt_guard.checks.returns import check_returns
 from gpt_guard.checks.runner.base import LossFunction, Stage, Subject, vocabulary
-from gpt_guard.checks.runner.derive import complete
 from gpt_guard.checks.runner.forward import shifts_inside
-from gpt_guard.checks.runner.gather import as_ids
+from gpt_guard.checks.runner.gather import as_ids, complete
 from gpt_guard.checks.runner.perturb import probe_ids
 from gpt_guard.checks.token_ids.ids import id_stats, is_integer, not_integers, out_of_range
 from gpt_guard.checks.tokenizer.roundtrip import roundtrip
@@ -275,11 +274,11 @@ def assert_overfits(
         inside = shifts_inside(built, x.to(next(built.parameters()).device))
         task = Task(x, y, loss_fn, ignore_index)
         seed_all(seed)
-        outcome = learn(who, task, steps, lambda *_: None, lr=lr, causal=causal, shifts_inside=inside)
-        if outcome is None:
+        run = learn(who, task, steps, lambda *_: None, lr=lr, causal=causal, shifts_inside=inside)
+        if run is None:
             raise CheckFailed(frozen_finding(built))
-    if outcome.wrong is not None:
-        raise CheckFailed(outcome.wrong)
+    if run.found is not None and run.found.severity is Severity.ERROR:
+        raise CheckFailed(run.found)
 
 
 def assert_checkpoint_roundtrip(

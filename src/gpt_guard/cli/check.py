@@ -65,8 +65,8 @@ def check(
     130: interrupted.
     """
     from gpt_guard.checks.files.project import Project, load_project
+    from gpt_guard.checks.runner.base import select
     from gpt_guard.checks.runner.run import preflight
-    from gpt_guard.checks.runner.stages import select
     from gpt_guard.cli.show import CheckScreen
 
     given = {"checkpoint": checkpoint, "tokenizer": tokenizer, "train": train_data, "val": val_data, "test": test_data}

@@ -11,8 +11,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from gpt_guard.checks.runner.base import Subject
-from gpt_guard.checks.runner.lines import MARKS, PLAIN_MARKS, Line, heading_line, result_lines, summary, told
-from gpt_guard.checks.runner.report import PreflightReport, styled
+from gpt_guard.checks.runner.report import (
+    MARKS,
+    PLAIN_MARKS,
+    Line,
+    PreflightReport,
+    heading_line,
+    ordered_findings,
+    result_lines,
+    styled,
+    summary,
+)
 from gpt_guard.cli.terminal import can_show, shown
 from gpt_guard.records import CheckResult
 from gpt_guard.records.render import WIDTH, clean, render_finding
@@ -80,7 +89,7 @@ class CheckScreen:
 
     def end(self, report: PreflightReport) -> None:
         """The findings, then how many checks passed and how long it took."""
-        for finding in told(report.checks):
+        for finding in ordered_findings(report.checks):
             self._print(f"\n{render_finding(finding, self._width)}")
         style = "bold red" if report.failed else "bold green"
         self._print(f"\n{summary(report.checks)} in {time.monotonic() - self._start:.1f} s", style)

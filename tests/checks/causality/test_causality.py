@@ -1,9 +1,9 @@
-"""Causality: each planted leak is found and blamed on its module, and every healthy model passes."""
+"""Each planted leak, of the future or between rows, is found and blamed on its module; every healthy model passes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpt_guard.checks.runner.perturb import other_ids
-from gpt_guard.checks.runner.report import PreflightReport
 from gpt_guard.checks.runner.run import check
 from gpt_guard.hooks.isolation.compare import difference
 
-from ..small_gpt import GPT, Attention, C, Convolution, Recurrent, T, V, batch
-from ..variants import HEALTHY, Encoder, asked, masked_batch
+from ..small_gpt import GPT, Attention, C, Convolution, Recurrent, T, V, ask_stage, batch
+from ..variants import HEALTHY, Encoder, Experts, MoE, asked, masked_batch
 
 
 class NoMask(Attention):
@@ -61,10 +60,7 @@ class TimeNorm(GPT):
         self.ln = nn.LayerNorm((T, C))
 
 
-def ask(model: nn.Module, **options: Any) -> PreflightReport:
-    if "batch" not in options:
-        options["batch"] = batch()
-    return check(model, **{"vocab_size": V, "block_size": T, **options}, only=["causality"])
+ask = partial(ask_stage, "causality")
 
 
 @pytest.mark.parametrize("name", HEALTHY)
@@ -204,3 +200,52 @@ def test_infinities_and_nan_on_both_sides_are_no_difference() -> None:
     inf, nan = float("inf"), float("nan")
     apart = difference(torch.tensor([inf, nan, nan, 1.0]), torch.tensor([inf, nan, 1.0, 3.0]))
     assert apart.tolist() == [0.0, 0.0, inf, 2.0]
+
+
+class MeanOverRows(Attention):
+    def join(self, mixed: Tensor) -> Tensor:
+        return super().join(mixed - mixed.mean(0, keepdim=True))
+
+
+class RowPositions(GPT):
+    def positions(self, idx: Tensor) -> Tensor:
+        return torch.arange(idx.size(0), device=idx.device)[:, None]
+
+
+ROWS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "mean over rows": (lambda: GPT(MeanOverRows), "blocks.0.attn", "dimension 0"),
+    "time and batch swapped": (lambda: Recurrent(batch_first=False), "rnn", "batch_first"),
+    "batch norm without statistics": (
+        lambda: Convolution(True, nn.BatchNorm1d(C, track_running_stats=False)),
+        "norm",
+        "BatchNorm",
+    ),
+    "positions by row": (RowPositions, "", "place in the batch"),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_that_leak_are_found_and_blamed_on_their_module(name: str) -> None:
+    build, module, cause = ROWS[name]
+    found = next(found for found in ask(build()).findings if found.code == "GG661")
+    assert found.module == module
+    assert cause in found.causes[0]
+
+
+def test_every_row_is_looked_at_not_only_the_last() -> None:
+    class FirstRowReadsTheSecond(GPT):
+        def logits(self, idx: Tensor) -> Tensor:
+            out = super().logits(idx)
+            return torch.cat([out[:1] + 0.1 * out[1:2], out[1:]])
+
+    found = ask(FirstRowReadsTheSecond()).findings[0]
+    assert found.code == "GG661"
+    assert "row 0 reacts to 1" in found.seen
+    assert found.module == ""
+
+
+def test_experts_with_a_capacity_are_told_the_truth() -> None:
+    found = [found for found in ask(MoE(capacity=8)).findings if found.code == "GG661"]
+    assert found
+    assert found[0].module_class == Experts.__name__
+    assert "capacity" in found[0].causes[0]

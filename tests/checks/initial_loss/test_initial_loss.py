@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.checks.runner.report import PreflightReport
 from gpt_guard.checks.runner.run import check
 
-from ..small_gpt import GPT, C, T, V, batch
+from ..small_gpt import GPT, C, T, V, ask_stage, batch, line
 from ..variants import HEALTHY, asked
 
-
-def ask(model: nn.Module | None = None, **options: Any) -> PreflightReport:
-    if "batch" not in options:
-        options["batch"] = batch()
-    given = {"vocab_size": V, "block_size": T, **options}
-    return check(GPT() if model is None else model, **given, only=["initial-loss"])
-
-
-def line(report: PreflightReport, title: str) -> Any:
-    return next(result for result in report.checks if result.title == title)
+ask = partial(ask_stage, "initial-loss")
 
 
 @pytest.mark.parametrize("name", HEALTHY)

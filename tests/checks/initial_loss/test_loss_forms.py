@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,10 +14,8 @@ from torch.nn import functional as F
 
 from gpt_guard.callbacks.losses.scores import are_probabilities
 from gpt_guard.checks.initial_loss.loss_forms import Form, Probe, recognise
-from gpt_guard.checks.runner.report import PreflightReport
-from gpt_guard.checks.runner.run import check
 
-from ..small_gpt import GPT, ShiftsInside, T, V, batch
+from ..small_gpt import GPT, ShiftsInside, V, ask_stage, batch, line
 from ..variants import MoE
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -26,15 +25,7 @@ def ce(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), **options)
 
 
-def ask(model: nn.Module | None = None, **options: Any) -> PreflightReport:
-    if "batch" not in options:
-        options["batch"] = batch()
-    given = {"vocab_size": V, "block_size": T, **options}
-    return check(GPT() if model is None else model, **given, only=["initial-loss"])
-
-
-def line(report: PreflightReport, title: str) -> Any:
-    return next(result for result in report.checks if result.title == title)
+ask = partial(ask_stage, "initial-loss")
 
 
 RIGHT: dict[str, tuple[Loss, str]] = {

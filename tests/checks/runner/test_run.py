@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gpt_guard import catalogue
-from gpt_guard.checks.runner import stages as registry
-from gpt_guard.checks.runner.base import Stage, Subject
-from gpt_guard.checks.runner.derive import complete
-from gpt_guard.checks.runner.gather import each_batch, pair, was_trained
+from gpt_guard.checks.runner import base as registry
+from gpt_guard.checks.runner.base import Need, Stage, Subject
+from gpt_guard.checks.runner.gather import complete, each_batch, pair, was_trained
 from gpt_guard.checks.runner.report import FACTS, PreflightReport
 from gpt_guard.checks.runner.run import check, preflight
 from gpt_guard.errors import GuardError, GuardUsageError, PreflightError
-from gpt_guard.records import CheckResult
+from gpt_guard.records import CheckResult, Severity
 from mini_gpt import MiniGPT, MiniGPTConfig
 
 V, T = 11, 6
@@ -38,13 +37,11 @@ def stage(lines: Lines, name: str = "files", needs: str | None = None, after: tu
         number = 2
         title = "Scripted"
 
-        def missing(self, subject: Subject) -> str | None:
-            return needs
-
         def run(self, subject: Subject) -> Iterator[CheckResult]:
             return lines(self, subject)
 
     Scripted.name, Scripted.after = name, after
+    Scripted.needs = (Need(lambda subject: None, needs),) if needs else ()
     return Scripted()
 
 
@@ -53,12 +50,12 @@ def gpt(dropout: float = 0.0) -> MiniGPT:
 
 
 def ticks(this: Stage, subject: Subject) -> Iterator[CheckResult]:
-    yield this.passed("one", 1, 1, initial_loss=2.5)
-    yield this.passed("two", 2, 2, token_max=9)
+    yield this.line("one", 1, 1, initial_loss=2.5)
+    yield this.line("two", 2, 2, token_max=9)
 
 
 def cross(this: Stage, subject: Subject) -> Iterator[CheckResult]:
-    yield this.failed("three", 3, 4, FINDING, grad_norm=math.nan)
+    yield this.line("three", 3, 4, FINDING, grad_norm=math.nan)
 
 
 def test_facts_of_all_lines_are_in_the_report() -> None:
@@ -96,7 +93,7 @@ def test_an_exception_in_the_users_code_is_a_line_with_its_place() -> None:
             return torch.ones(2, 3) @ torch.ones(2, 3)  # the line to name
 
     def ask(this: Stage, subject: Subject) -> Iterator[CheckResult]:
-        yield this.passed("before", 1)
+        yield this.line("before", 1)
         assert subject.model is not None
         subject.model(torch.zeros(1))
 
@@ -131,15 +128,31 @@ def test_the_first_cause_fits_the_exception(error: Exception, words: str) -> Non
     assert words in finding.causes[0]
 
 
-def test_a_missing_that_raises_is_a_line_too() -> None:
+def test_a_need_that_raises_is_a_line_too() -> None:
     broken = stage(ticks)
-    broken.missing = lambda subject: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    type(broken).needs = (Need(lambda subject: 1 / 0, "nothing"),)
     assert [line.status for line in preflight(Subject(), [broken]).checks] == ["failed"]
 
 
-def test_a_failed_line_must_say_why() -> None:
-    with pytest.raises(ValueError, match="without a finding"):
-        stage(cross).failed("title", 1, 2, [])
+def test_a_need_gives_what_is_there_or_says_why_not() -> None:
+    need = Need[int](lambda subject: subject.vocab_size, lambda subject: f"no size for {subject.seed}")
+    assert (need(Subject(vocab_size=V)), need.missing(Subject(vocab_size=V))) == (V, None)
+    assert need.missing(Subject(seed=7)) == "no size for 7"
+    with pytest.raises(ValueError, match="no size for 7"):
+        need(Subject(seed=7))
+
+
+def test_an_error_makes_a_cross_and_what_is_milder_a_note() -> None:
+    line, milder = stage(ticks).line, FINDING.model_copy(update={"severity": Severity.WARNING})
+    assert [line("title", 1, 2, found).status for found in (None, [], milder, FINDING, [milder, None, FINDING])] == [
+        "passed",
+        "passed",
+        "passed",
+        "failed",
+        "failed",
+    ]
+    assert line("title", 1, 2, [milder, None, FINDING]).findings == (milder, FINDING)
+    assert line("title", 1, 2, milder, fails=Severity.WARNING).status == "failed"
 
 
 def changing(error: BaseException | None) -> Lines:
@@ -156,7 +169,7 @@ def changing(error: BaseException | None) -> Lines:
         random.random()
         torch.rand(1)
         np.random.rand()
-        yield this.passed("half-way", 1)
+        yield this.line("half-way", 1)
         if error is not None:
             raise error
 
@@ -193,7 +206,7 @@ def test_each_stage_starts_from_the_seed() -> None:
 
     def draw(this: Stage, subject: Subject) -> Iterator[CheckResult]:
         drawn.append(torch.rand(()).item())
-        yield this.passed("drawn", 1)
+        yield this.line("drawn", 1)
 
     preflight(Subject(seed=3), [stage(draw), stage(draw)])
     preflight(Subject(seed=4), [stage(draw)])
@@ -475,7 +488,7 @@ def test_every_rendering_shows_the_same_lines() -> None:
 
 def test_text_from_files_is_escaped_everywhere() -> None:
     def ask(this: Stage, subject: Subject) -> Iterator[CheckResult]:
-        yield this.passed("sample", "<b>\x1b[31m", "plain")
+        yield this.line("sample", "<b>\x1b[31m", "plain")
 
     report = preflight(Subject(), [stage(ask)])
     assert "\x1b" not in str(report)
@@ -483,7 +496,7 @@ def test_text_from_files_is_escaped_everywhere() -> None:
 
 
 def noted(this: Stage, subject: Subject) -> Iterator[CheckResult]:
-    yield this.passed("four", 4, 4, notes=[catalogue.finding("GG613", "five threads")])
+    yield this.line("four", 4, 4, catalogue.finding("GG613", "five threads"))
 
 
 def test_a_line_names_its_findings_and_failures_are_told_first() -> None:

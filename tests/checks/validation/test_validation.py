@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpt_guard.checks.runner.report import PreflightReport
 from gpt_guard.checks.runner.run import check
 from gpt_guard.records import Severity
 
-from ..small_gpt import GPT, Attention, C, T, V, batch
+from ..small_gpt import GPT, Attention, C, V, ask_stage, line
 from ..variants import HEALTHY, asked
 
-
-def ask(model: nn.Module) -> PreflightReport:
-    return check(model, batch=batch(), vocab_size=V, block_size=T, only=["validation"])
-
-
-def line(report: PreflightReport, title: str) -> Any:
-    return next(result for result in report.checks if result.title == title)
+ask = partial(ask_stage, "validation")
 
 
 @pytest.mark.parametrize("name", HEALTHY)

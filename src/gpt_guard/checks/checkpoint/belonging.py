@@ -27,7 +27,7 @@ from gpt_guard.checkpoint.read import Stored
 from gpt_guard.checkpoint.reporter import Reporter
 from gpt_guard.checks.checkpoint.reload import eval_logits, load_weights
 from gpt_guard.checks.runner.base import Subject
-from gpt_guard.checks.runner.forms import in_form_of, plain_device
+from gpt_guard.checks.runner.forward import in_form_of, plain_device
 from gpt_guard.errors import CheckpointError, GuardUsageError
 from gpt_guard.hooks.isolation.compare import difference, rounding
 from gpt_guard.hooks.isolation.preserve import preserved

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.gradients.backward import Task
-from gpt_guard.checks.runner.forms import plain_device
+from gpt_guard.checks.runner.forward import plain_device
 from gpt_guard.hooks.optimizer import unwrap as plain_optimizers
 from gpt_guard.records import Finding
 

@@ -16,7 +16,7 @@ from gpt_guard.checkpoint.fingerprint import unwrap
 from gpt_guard.checkpoint.read import Stored, take_apart
 from gpt_guard.checkpoint.reporter import Reporter
 from gpt_guard.checkpoint.weights import copy_weights, fit_weights
-from gpt_guard.checks.runner.forms import in_form_of, logits_of, plain_device
+from gpt_guard.checks.runner.forward import in_form_of, logits_of, plain_device
 from gpt_guard.errors import CheckpointError
 from gpt_guard.hooks.isolation.compare import difference, rounding
 from gpt_guard.hooks.isolation.preserve import preserved, quiet, seed_all

@@ -18,8 +18,8 @@ from gpt_guard.checks.checkpoint.belonging import config_of, differing, file_mis
 from gpt_guard.checks.checkpoint.optimizer_reload import optimizer_reload, with_state
 from gpt_guard.checks.checkpoint.reload import reload, unsaved_in_use
 from gpt_guard.checks.gradients.backward import Task
-from gpt_guard.checks.runner.base import Stage, Subject
-from gpt_guard.checks.runner.perturb import probe_ids, vocabulary
+from gpt_guard.checks.runner.base import Need, Stage, Subject, vocabulary
+from gpt_guard.checks.runner.perturb import probe_ids
 from gpt_guard.errors import CheckpointError
 from gpt_guard.records import CheckResult, Finding, Severity
 from gpt_guard.records.render import printable
@@ -33,19 +33,20 @@ class CheckpointStage(Stage):
     number = 13
     name = "checkpoint"
     title = "Checkpoint"
-
-    def missing(self, subject: Subject) -> str | None:
-        if "checkpoint" in subject.unusable:
-            return "its file cannot be used"
-        nothing = subject.model is None and subject.payload is None
-        return "neither a model nor a checkpoint was given" if nothing else None
+    needs = (
+        Need(lambda subject: "checkpoint" not in subject.unusable or None, "its file cannot be used"),
+        Need(
+            lambda subject: (subject.model is not None or subject.payload is not None) or None,
+            "neither a model nor a checkpoint was given",
+        ),
+    )
 
     def run(self, subject: Subject) -> Iterator[CheckResult]:
         model, optimizer = subject.model, subject.optimizer
         if subject.payload is not None:
             stored = self._taken_apart(subject)
             if isinstance(stored, Finding):
-                yield self.failed("file", "no weights in it", "a dict with the model's weights", stored)
+                yield self.line("file", "no weights in it", "a dict with the model's weights", stored)
             else:
                 yield self._file(stored)
                 yield self._finite(stored, model)
@@ -74,7 +75,7 @@ class CheckpointStage(Stage):
         parts += [name for name in ("optimizers", "schedulers", "scalers") if getattr(stored, name)]
         parts += ["config"] if stored.config is not None else []
         step = f"step {stored.step}" if stored.step is not None else "no step"
-        return self.passed("file", f"{step}; {', '.join(parts)}", checkpoint_step=stored.step)
+        return self.line("file", f"{step}; {', '.join(parts)}", checkpoint_step=stored.step)
 
     def _finite(self, stored: Stored, model: nn.Module | None) -> CheckResult:
         title, expected = "finite", "no NaN or infinity"
@@ -87,26 +88,26 @@ class CheckpointStage(Stage):
             found = finding(
                 "GG706", seen, likely=["saved_bad"], parameter=next(iter(spoiled)), evidence={"non_finite": counts}
             )
-            return self.failed(title, f"{len(spoiled)} tensors are not", expected, found)
+            return self.line(title, f"{len(spoiled)} tensors are not", expected, found)
         moments = non_finite(dict(leaves([state.get("state") for state in stored.optimizers])))
         if moments:
             seen = f"{len(moments)} tensors of the optimizer state are not finite: {listing(moments)}"
             found = finding("GG706", seen, likely=["optimizer"], cause_id="optimizer")
-            return self.failed(title, f"{len(moments)} optimizer tensors are not", expected, found)
-        return self.passed(title, "all weights", expected)
+            return self.line(title, f"{len(moments)} optimizer tensors are not", expected, found)
+        return self.line(title, "all weights", expected)
 
     def _fingerprint(self, stored: Stored, subject: Subject) -> Iterator[CheckResult]:
         title, expected = "fingerprint", "as recorded when it was saved"
         agreed, found = fingerprint_findings(stored, subject)
         wrong = [one for one in found if one.severity is Severity.ERROR]
         if wrong:
-            yield self.failed(title, f"{len(wrong)} parts differ", expected, wrong)
+            yield self.line(title, f"{len(wrong)} parts differ", expected, wrong)
         elif agreed:
             digest = (stored.stamp.parts.get("tokenizer") or "")[:SHORT]
             shown = f"{', '.join(agreed)} agree{'' if len(agreed) > 1 else 's'}" + (f" ({digest})" if digest else "")
-            yield self.passed(title, shown, expected, notes=found)
+            yield self.line(title, shown, expected, found)
         else:
-            yield self.passed(title, "none to compare", notes=found)
+            yield self.line(title, "none to compare", findings=found)
 
     def _fits(self, model: nn.Module, stored: Stored, subject: Subject) -> CheckResult:
         title, expected = "fits the model", "every name and shape"
@@ -117,8 +118,8 @@ class CheckpointStage(Stage):
             lists = error.finding.evidence
             counts = {"missing": "missing", "unexpected": "unexpected", "sizes": "of another size"}
             measured = [f"{len(lists[key])} {word}" for key, word in counts.items() if lists.get(key)]  # type: ignore[arg-type]  # lists and dicts by fit_weights
-            return self.failed(title, ", ".join(measured) or "it does not", expected, error.finding)
-        return self.passed(title, f"{found.total} of {found.total} names", expected, notes=reporter.findings)
+            return self.line(title, ", ".join(measured) or "it does not", expected, error.finding)
+        return self.line(title, f"{found.total} of {found.total} names", expected, reporter.findings)
 
     def _config(self, model: nn.Module, stored: Stored, subject: Subject) -> Iterator[CheckResult]:
         title, expected = "config", "the saved one, or one that changes no answer"
@@ -126,7 +127,7 @@ class CheckpointStage(Stage):
         if changes is None:
             return
         if not changes:
-            yield self.passed(title, "as saved", expected)
+            yield self.line(title, "as saved", expected)
             return
         changed = ", ".join(
             f"{printable(key)} was {printable(a)}, is {printable(b)}" for key, (a, b) in changes.items()
@@ -134,12 +135,12 @@ class CheckpointStage(Stage):
         found = config_finding(f"config of the checkpoint {stored.path}", changes)
         same = same_answers(stored, model, subject.config, _ids(subject), subject.seed)
         if same:
-            yield self.passed(title, f"{changed}: the same logits", expected)
+            yield self.line(title, f"{changed}: the same logits", expected)
         elif same is None:
             note = found.model_copy(update={"severity": Severity.WARNING})
-            yield self.passed(title, f"{changed}: no model could be built to compare", expected, notes=[note])
+            yield self.line(title, f"{changed}: no model could be built to compare", expected, note)
         else:
-            yield self.failed(title, f"{changed}: other logits", expected, found)
+            yield self.line(title, f"{changed}: other logits", expected, found)
 
     def _reload(self, model: nn.Module, subject: Subject) -> CheckResult:
         title, x = "save and load", _ids(subject)
@@ -149,21 +150,19 @@ class CheckpointStage(Stage):
         if done is None or not done.rebuilt:
             found = unsaved_in_use(model, x, subject.seed)
             if found is not None:
-                return self.failed(title, "logits depend on what is not saved", _SAME, found)
+                return self.line(title, "logits depend on what is not saved", _SAME, found)
             return self.skipped(title, "nothing tells how to build the model anew; all it computes with is saved")
         if done.finding is not None:
-            return self.failed(title, _measured(done.apart, done.finding), _SAME, done.finding)
+            return self.line(title, _measured(done.apart, done.finding), _SAME, done.finding)
         if not done.repeatable:
             return self.skipped(title, "the model's logits differ between two eval passes by themselves")
         rounding = f" within rounding ({done.apart:.1g})" if done.apart else ""
-        return self.passed(title, f"{done.names} entries, equal logits{rounding}", _SAME)
+        return self.line(title, f"{done.names} entries, equal logits{rounding}", _SAME)
 
     def _optimizer_in_file(self, model: nn.Module, optimizer: Optimizer, stored: Stored) -> CheckResult:
         title, expected = "optimizer state in the file", "that of this optimizer"
         found = file_misfit(stored, model, optimizer)
-        if found is not None:
-            return self.failed(title, "does not fit", expected, found)
-        return self.passed(title, "fits", expected)
+        return self.line(title, "fits" if found is None else "does not fit", expected, found)
 
     def _optimizer(self, model: nn.Module, optimizer: Optimizer, task: Task | None) -> CheckResult:
         title, expected = "optimizer save and load", "the same values, each on its parameter's device"
@@ -171,9 +170,7 @@ class CheckpointStage(Stage):
         if why is not None:
             return self.skipped(title, why)
         count, found = optimizer_reload(optimizer)
-        if found:
-            return self.failed(title, "not the same", expected, found)
-        return self.passed(title, f"{count} state tensors equal", expected)
+        return self.line(title, "not the same" if found else f"{count} state tensors equal", expected, found)
 
 
 def _ids(subject: Subject) -> Tensor | None:

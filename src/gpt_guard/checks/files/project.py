@@ -18,8 +18,8 @@ from gpt_guard.checkpoint.reporter import Reporter
 from gpt_guard.checkpoint.weights import copy_weights, fit_weights
 from gpt_guard.checks.files.stage import UnusableFile, read_checkpoint, read_ids, read_tokenizer
 from gpt_guard.checks.runner.base import Subject
-from gpt_guard.checks.runner.derive import VOCAB_NAMES
-from gpt_guard.checks.runner.raised import user_line
+from gpt_guard.checks.runner.forward import user_line
+from gpt_guard.checks.runner.gather import VOCAB_NAMES
 from gpt_guard.errors import CheckpointError, GuardUsageError
 
 T = TypeVar("T")

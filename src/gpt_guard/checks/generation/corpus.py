@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt_guard.checks.runner.base import Subject
-from gpt_guard.checks.runner.forms import logits_of
+from gpt_guard.checks.runner.forward import logits_of
 
 FEWEST = 5_000
 MOST = 300_000

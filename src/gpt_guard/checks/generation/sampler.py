@@ -11,9 +11,9 @@ from gpt_guard.catalogue import finding
 from gpt_guard.checks.generation.decoding import cropped, last_logits
 from gpt_guard.checks.generation.greedy_comparison import compare, is_greedy
 from gpt_guard.checks.generation.user_generate import BadDraw, Misfit, UserGenerate, find_generate, recorded
-from gpt_guard.checks.runner.base import Stage, Subject
-from gpt_guard.checks.runner.perturb import probe_ids, vocabulary
-from gpt_guard.checks.runner.raised import raised, user_line
+from gpt_guard.checks.runner.base import Stage, Subject, vocabulary
+from gpt_guard.checks.runner.forward import raised, user_line
+from gpt_guard.checks.runner.perturb import probe_ids
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.evaluation import evaluation_mode
 from gpt_guard.hooks.isolation.preserve import quiet, seed_all
@@ -35,20 +35,20 @@ def sampler(
     title = "sampler"
     generate = find_generate(model, block_size)
     if isinstance(generate, str):
-        return stage.passed(title, f"gpt_guard's own: {generate}"), None
+        return stage.line(title, f"gpt_guard's own: {generate}"), None
     try:
         with quiet(model):
             generate(prompt, 1)
     except Misfit as why:
-        return stage.passed(title, f"gpt_guard's own: {why}"), None
+        return stage.line(title, f"gpt_guard's own: {why}"), None
     except Exception as error:  # the user's own method may raise anything
         if _takes_other(error):
-            return stage.passed(title, f"gpt_guard's own: {generate} does not take token ids ({error})"), None
+            return stage.line(title, f"gpt_guard's own: {generate} does not take token ids ({error})"), None
         cause = raised(error, f"{generate} on {prompt.size(1)} ids")
         likely = ["defaults"] if generate.options.get(generate.temperature or "") == 0 else ["raised"]
         found = finding("GG680", cause.seen, likely=likely, where=cause.where)
-        return stage.failed(title, type(error).__name__, f"{generate} runs", found), None
-    return stage.passed(title, str(generate)), generate
+        return stage.line(title, type(error).__name__, f"{generate} runs", found), None
+    return stage.line(title, str(generate)), generate
 
 
 def _takes_other(error: Exception) -> bool:
@@ -91,13 +91,6 @@ class SamplerLines:
                 yield self._top_k()
         yield self._same_seed()
 
-    def _line(
-        self, title: str, expected: str, measured: str, found: Finding | None = None, note: Finding | None = None
-    ) -> CheckResult:
-        if found is not None:
-            return self._stage.failed(title, measured, expected, found)
-        return self._stage.passed(title, measured, expected, notes=[note] if note is not None else [])
-
     def _likeliest_tokens(self) -> CheckResult:
         title, expected = "likeliest tokens", "those of a full forward's last position"
         done = compare(
@@ -106,20 +99,19 @@ class SamplerLines:
         if not done.comparable:
             return self._stage.skipped(title, "generate draws in a way that cannot be made to take the likeliest")
         measured = f"{done.equal} of {done.total} equal"
-        if done.finding is not None and done.finding.severity is not Severity.ERROR:
-            return self._line(title, expected, measured, note=done.finding)
-        return self._line(title, expected, measured, done.finding)
+        return self._stage.line(title, measured, expected, done.finding)
 
     def _mode(self) -> CheckResult:
         before = [(module, module.training) for module in self._model.modules()]
         try:
-            measured, found, note = self._asked_in_both_modes()
+            measured, found = self._asked_in_both_modes()
         finally:
             for module, training in before:
                 module.training = training
-        return self._line("mode", "eval mode, put back afterwards", measured, found, note)
+        expected = "eval mode, put back afterwards"
+        return self._stage.line("mode", measured, expected, found, fails=Severity.WARNING)
 
-    def _asked_in_both_modes(self) -> tuple[str, Finding | None, Finding | None]:
+    def _asked_in_both_modes(self) -> tuple[str, Finding | None]:
         """Call it in eval and in training mode: which mode does the model run in, and which is it left in?"""
         model = self._model
         model.eval()
@@ -127,22 +119,22 @@ class SamplerLines:
             self._generate(self._prompt, 2)
         if any(call.training for call in record.calls):
             text = "called in eval mode, the model is in training mode while it generates"
-            return "training mode", finding("GG683", text, likely=["train_inside"], severity=Severity.ERROR), None
+            return "training mode", finding("GG683", text, likely=["train_inside"], severity=Severity.ERROR)
         if any(module.training for module in model.modules()):
             text = "called in eval mode, generate leaves the model in training mode"
-            return "left in training mode", finding("GG683", text, likely=["left_in_train"]), None
+            return "left in training mode", finding("GG683", text, likely=["left_in_train"])
         model.train()
         with recorded(model) as record:
             self._generate(self._prompt, 2)
         if not any(module.training for module in model.modules()):
             text = "called in training mode, generate leaves the model in eval mode"
-            return "left in eval mode", finding("GG683", text, likely=["left_in_eval"]), None
+            return "left in eval mode", finding("GG683", text, likely=["left_in_eval"])
         note = None
         has_dropout = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules())
         if has_dropout and any(call.training for call in record.calls):
             text = "called in training mode, generate runs with dropout on"
             note = finding("GG683", text, likely=["caller"], severity=Severity.INFO)
-        return "eval mode, and the mode it was called in afterwards", None, note
+        return "eval mode, and the mode it was called in afterwards", note
 
     def _past_block_size(self) -> Iterator[CheckResult]:
         size = self._limit
@@ -153,7 +145,7 @@ class SamplerLines:
         ids = probe_ids(self._subject, 1, size + 4)
         for title, length in zip(CONTEXT, (size + 4, max(1, size - 1)), strict=True):
             measured, found = self._long_text(ids[:, :length], size)
-            yield self._line(title, f"the last {size} tokens are looked at", measured, found)
+            yield self._stage.line(title, measured, f"the last {size} tokens are looked at", found)
 
     def _long_text(self, prompt: Tensor, block_size: int) -> tuple[str, Finding | None]:
         """Generate past block_size, and compare with our own cropped decoding."""
@@ -188,13 +180,13 @@ class SamplerLines:
         if isinstance(default, (int, float)) and default < 0:
             text = f"the default temperature is {default}: unlikely tokens become the likeliest"
             found = finding("GG684", text, likely=["default_temperature"], severity=Severity.ERROR)
-            return self._line(title, expected, f"default {default}", found)
+            return self._stage.line(title, f"default {default}", expected, found)
         with quiet(self._model), recorded(self._model):
             seed_all(self._subject.seed)
             try:
                 new = self._generate(self._prompt, 4, **{**self._generate.neutral, name: 0.0})
             except (ValueError, AssertionError):
-                return self._line(title, expected, "refused")
+                return self._stage.line(title, "refused", expected)
             except Exception as error:
                 why = "NaN is drawn from" if isinstance(error, BadDraw) else f"{type(error).__name__}"
                 text = f"temperature 0 ends in {why}: the logits are divided by it"
@@ -206,16 +198,14 @@ class SamplerLines:
                     severity=Severity.ERROR if used else Severity.WARNING,
                     cause_id="temperature",
                 )
-                if used:
-                    return self._line(title, expected, why, found)
-                return self._line(title, expected, why, note=found)
+                return self._stage.line(title, why, expected, found)
         if is_greedy(self._model, self._prompt, new, self._limit):
-            return self._line(title, expected, "the likeliest token each time")
+            return self._stage.line(title, "the likeliest token each time", expected)
         text = "with temperature 0 generate gives tokens that are not the likeliest, without a word"
         if new.numel() and not 0 <= int(new.min()) <= int(new.max()) < self._vocab:
             text = f"with temperature 0 generate gives ids from {int(new.min())} to {int(new.max())} of {self._vocab}"
         found = finding("GG684", text, likely=["zero_temperature"], severity=Severity.ERROR)
-        return self._line(title, expected, "not the likeliest token", found)
+        return self._stage.line(title, "not the likeliest token", expected, found)
 
     def _temperature_two(self, name: str) -> Iterator[CheckResult]:
         """What is drawn from at temperature 2, against `softmax(logits / 2)`; nothing where that is right or unseen."""
@@ -242,7 +232,7 @@ class SamplerLines:
         text = f"at temperature 2 the logits are {'multiplied by it' if nearest == 'multiplied' else 'as they were'}"
         code, likely = ("GG681", "temperature") if nearest == "multiplied" else ("GG684", "ignored")
         found = finding(code, text, likely=[likely], severity=Severity.ERROR)
-        yield self._line("temperature 2", "softmax(logits / 2)", f"the temperature is {nearest}", found)
+        yield self._stage.line("temperature 2", f"the temperature is {nearest}", "softmax(logits / 2)", found)
 
     def _top_k(self) -> CheckResult:
         """top_k of 1 must give one possible token; one above the vocabulary all of them, or a ValueError."""
@@ -253,21 +243,21 @@ class SamplerLines:
                 with recorded(self._model) as record:
                     self._generate(self._prompt, 1, **{**neutral, "top_k": 1})
             except (ValueError, AssertionError):
-                return self._line(title, expected, "refused")
+                return self._stage.line(title, "refused", expected)
             possible = max((int((draw[0] > 0).sum()) for draw in record.draws), default=0)
             if possible > max(2, self._vocab // 10):
                 text = f"with top_k=1 one of {possible} tokens is drawn"
                 found = finding("GG684", text, likely=["ignored"], severity=Severity.ERROR)
-                return self._line(title, expected, "top_k is ignored", found)
+                return self._stage.line(title, "top_k is ignored", expected, found)
             try:
                 self._generate(self._prompt, 1, **{**neutral, "top_k": self._vocab + 1})
             except (ValueError, AssertionError):
-                return self._line(title, expected, "refused above the vocabulary")
+                return self._stage.line(title, "refused above the vocabulary", expected)
             except Exception as error:
                 text = f"top_k={self._vocab + 1} with {self._vocab} tokens: {type(error).__name__}"
                 note = finding("GG684", text, likely=["top_k"], cause_id="top_k")
-                return self._line(title, expected, f"{type(error).__name__} above the vocabulary", note=note)
-        return self._line(title, expected, "one token for 1, all for V + 1")
+                return self._stage.line(title, f"{type(error).__name__} above the vocabulary", expected, note)
+        return self._stage.line(title, "one token for 1, all for V + 1", expected)
 
     def _same_seed(self) -> CheckResult:
         """Twice with the same seed, with its default settings."""
@@ -277,7 +267,7 @@ class SamplerLines:
                 seed_all(self._subject.seed)
                 texts.append(self._generate(self._prompt, self._count))
         if torch.equal(*texts):
-            return self._line(title, expected, f"{self._count} tokens equal")
+            return self._stage.line(title, f"{self._count} tokens equal", expected)
         text = "two generations under the same seed differ, in eval mode and with the same prompt"
         found = finding("GG685", text, likely=["own_generator", "state"])
-        return self._line(title, expected, "another text", found)
+        return self._stage.line(title, "another text", expected, found, fails=Severity.WARNING)

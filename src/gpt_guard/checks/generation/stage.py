@@ -23,8 +23,8 @@ from gpt_guard.checks.generation.decoding import GREEDY, MODERATE, SETTINGS, Set
 from gpt_guard.checks.generation.sampler import CONTEXT, SamplerLines, sampler
 from gpt_guard.checks.generation.text_quality import CorpusBaseline, Loops, judge_chaos, judge_loops
 from gpt_guard.checks.generation.user_generate import UserGenerate
-from gpt_guard.checks.runner.base import Stage, Subject
-from gpt_guard.checks.runner.perturb import probe_ids, vocabulary
+from gpt_guard.checks.runner.base import MODEL, VOCABULARY, Need, Stage, Subject
+from gpt_guard.checks.runner.perturb import probe_ids
 from gpt_guard.hooks.isolation.preserve import quiet, seed_all
 from gpt_guard.records import CheckResult, Severity
 
@@ -52,17 +52,14 @@ class GenerationStage(Stage):
     name = "generation"
     title = "Generation"
     after = ("shapes", "causality")
-
-    def missing(self, subject: Subject) -> str | None:
-        if subject.model is None:
-            return "no model was given"
-        if not subject.causal:
-            return "causal=False: an encoder does not generate"
-        return "neither a batch nor a vocabulary size is known" if vocabulary(subject) is None else None
+    needs = (
+        Need(MODEL.find, "no model was given"),
+        Need(lambda subject: subject.causal or None, "causal=False: an encoder does not generate"),
+        Need(VOCABULARY.find, "neither a batch nor a vocabulary size is known"),
+    )
 
     def run(self, subject: Subject) -> Iterator[CheckResult]:
-        model = subject.model
-        assert model is not None, "the runner asks missing() first"
+        model = MODEL(subject)
         text = corpus(subject)
         prompts = _prompts(subject, text)
         line, generate = sampler(self, model, prompts[:1], subject.block_size)
@@ -93,8 +90,8 @@ class GenerationStage(Stage):
                 return self.skipped(title, f"untrained: {measured}")
             seen = f"the predictions after {prompts.size(0)} different prompts differ by {distance:.2g} of 1 on average"
             found = finding("GG686", seen, likely=["constant", "collapsed"], evidence=evidence)
-            return self.failed(title, measured, expected, found)
-        notes = []
+            return self.line(title, measured, expected, found)
+        only_last = None
         if earlier < 1e-6 and prompts.size(1) > 1:
             only_last = finding(
                 "GG686",
@@ -104,8 +101,7 @@ class GenerationStage(Stage):
                 likely=["last_token"],
                 evidence=evidence,
             )
-            notes.append(only_last)
-        return self.passed(title, measured, expected, notes=notes)
+        return self.line(title, measured, expected, only_last)
 
     def _text(
         self,
@@ -122,14 +118,14 @@ class GenerationStage(Stage):
         with quiet(model):
             losses = held_out_losses(model, text, subject.block_size)
         yield self._end(losses)
-        bigram = bigram_loss(text, vocabulary(subject) or 1)
+        bigram = bigram_loss(text, VOCABULARY(subject))
         measured = f"loss {losses.inside:.3f} on held-out text, a bigram model's {bigram:.3f}"
         learned, copies = losses.inside < CLEARLY * bigram, losses.copied < COPIES
         if not learned and not copies:
             yield self.skipped("repetition and chaos", f"not judged: {measured}, so it has not learned enough yet")
             return
         if learned:
-            yield self.passed("learned", measured, f"at most {CLEARLY:g} of the bigram's, to judge the text")
+            yield self.line("learned", measured, f"at most {CLEARLY:g} of the bigram's, to judge the text")
         generator = torch.Generator().manual_seed(subject.seed)
         with quiet(model):
             rows = decode(
@@ -140,7 +136,7 @@ class GenerationStage(Stage):
                 "repetition and chaos", f"not judged: {rows.size(2)} tokens in {SECONDS:g} s are too few"
             )
             return
-        baseline = CorpusBaseline(text, vocabulary(subject) or 1, rows.size(2), subject.tokenizer, subject.seed)
+        baseline = CorpusBaseline(text, VOCABULARY(subject), rows.size(2), subject.tokenizer, subject.seed)
         loops = [baseline.loops(setting, part) for setting, part in zip(SETTINGS, rows, strict=True)]
         yield self._repetition(baseline, loops, copies=copies)
         if learned:
@@ -154,10 +150,10 @@ class GenerationStage(Stage):
         title, expected = "last position", "about the loss inside the rows"
         measured = f"loss {losses.last:.3f}, inside the rows {losses.inside:.3f}"
         if not losses.falls_at_the_end:
-            return self.passed(title, measured, expected)
+            return self.line(title, measured, expected)
         seen = f"held-out rows: loss {losses.inside:.3f} inside them, {losses.last:.3f} at their last position"
         evidence = {"inside": losses.inside, "last": losses.last}
-        return self.failed(title, measured, expected, finding("GG689", seen, likely=["leak"], evidence=evidence))
+        return self.line(title, measured, expected, finding("GG689", seen, likely=["leak"], evidence=evidence))
 
     def _repetition(self, baseline: CorpusBaseline, loops: list[Loops], *, copies: bool) -> CheckResult:
         title = "repetition"
@@ -171,15 +167,11 @@ class GenerationStage(Stage):
             f"the corpus has loops to {baseline.loop:.0%}; greedy may loop"
         )
         found = judge_loops(loops, _OWN, copies=copies)
-        facts = {
-            "repetition": {
-                one.setting: {"looping": one.looping, "distinct_4": one.median.distinct, "loop": one.worst.loop}
-                for one in loops
-            }
+        figures = {
+            one.setting: {"looping": one.looping, "distinct_4": one.median.distinct, "loop": one.worst.loop}
+            for one in loops
         }
-        if found is not None and found.severity is Severity.ERROR:
-            return self.failed(title, measured, expected, found, **facts)
-        return self.passed(title, measured, expected, notes=[found] if found is not None else [], **facts)
+        return self.line(title, measured, expected, found, repetition=figures)
 
     def _chaos(self, baseline: CorpusBaseline, rows: Tensor, setting: str, likely: list[str]) -> CheckResult:
         title = "chaos" if setting == str(MODERATE) else f"chaos with {setting}"
@@ -187,9 +179,7 @@ class GenerationStage(Stage):
         measured = f"{setting}: {sample}" if title == "chaos" else str(sample)
         found = judge_chaos(sample, baseline, setting, baseline.decode(rows[0]), likely)
         expected = f"at most {baseline.limits}; held-out text has {baseline.held_out}"
-        if found is not None:
-            return self.failed(title, measured, expected, found)
-        return self.passed(title, measured, expected)
+        return self.line(title, measured, expected, found)
 
     def _defaults(
         self, model: nn.Module, generate: UserGenerate, prompts: Tensor, baseline: CorpusBaseline, loops: list[Loops]
@@ -204,8 +194,7 @@ class GenerationStage(Stage):
         ours = baseline.loops(name, rows)
         found = judge_loops([ours, *(one for one in loops if one.setting != str(GREEDY))], "") if ours.loops else None
         measured = f"{ours.median.distinct:.0%} distinct 4-grams, longest loop {ours.worst.loop:.0%}"
-        notes = [found] if found is not None else []
-        yield self.passed(f"repetition with {name}", measured, notes=notes)
+        yield self.line(f"repetition with {name}", measured, findings=found)
 
 
 def _not_judged(subject: Subject, text: Corpus | None) -> str | None:
@@ -215,7 +204,7 @@ def _not_judged(subject: Subject, text: Corpus | None) -> str | None:
         return f"not judged: needs at least {FEWEST:,} ids of training or validation data to compare with"
     low = min(int(text.seen.min()), int(text.held_out.min()))
     high = max(int(text.seen.max()), int(text.held_out.max()))
-    if low < 0 or high >= (vocabulary(subject) or 1):
+    if low < 0 or high >= (VOCABULARY(subject)):
         return "not judged: the data hold ids that the model does not have"
     return None
 
@@ -225,7 +214,7 @@ def _prompts(subject: Subject, text: Corpus | None) -> Tensor:
     limit = subject.block_size or 2 * PROMPT
     length = max(1, min(PROMPT, limit // 2))
     drawn = probe_ids(subject, PROMPTS, length)
-    vocab = vocabulary(subject) or 1
+    vocab = VOCABULARY(subject)
     if text is None or int(text.held_out.max()) >= vocab or int(text.held_out.min()) < 0:
         return drawn
     starts = torch.linspace(0, text.held_out.numel() - length, PROMPTS).long()

@@ -9,7 +9,7 @@ from torch import nn
 from gpt_guard.callbacks.gradients.missing_gradients import shown
 from gpt_guard.checks.gradients.backward import Search, Task
 from gpt_guard.checks.gradients.diagnosis import Diagnosis, diagnose, faults, notes
-from gpt_guard.checks.runner.base import Stage, Subject
+from gpt_guard.checks.runner.base import BATCH, MODEL, Stage, Subject
 from gpt_guard.records import CheckResult
 from gpt_guard.records.render import number
 
@@ -23,22 +23,15 @@ class GradientsStage(Stage):
     name = "gradients"
     title = "Gradients reach every trainable parameter"
     after = ("shapes",)
-
-    def missing(self, subject: Subject) -> str | None:
-        """A model and a batch."""
-        if subject.model is None:
-            return "no model"
-        return "no batch, and no data to cut one from" if subject.inputs is None else None
+    needs = (MODEL, BATCH)
 
     def run(self, subject: Subject) -> Iterator[CheckResult]:
         """One line each for: in the graph, present, finite, not zero, and nothing trainable outside of the model."""
-        model, task = subject.model, Task.of(subject)
-        if model is None or task is None:
-            return
+        model, task = MODEL(subject), Task(*BATCH(subject), subject.loss_fn, subject.ignore_index)
         diagnosis = diagnose(model, task, subject.vocab_size, subject.optimizer)
         found = diagnosis.found
         if found is None:
-            yield self.failed("trainable parameters", "0", "at least 1", diagnosis.graph)
+            yield self.line("trainable parameters", "0", "at least 1", diagnosis.graph)
             return
         yield self._presence(model, diagnosis, found)
         if diagnosis.nonfinite:
@@ -57,20 +50,18 @@ class GradientsStage(Stage):
             measured += f"; {len(late)} only on other inputs ({shown(late, _NAMES)})"
         title, expected = "parameters with a gradient", f"all {total} that are trainable"
         wrong, worth_knowing = [*diagnosis.graph, *faults(diagnosis.missing)], notes(diagnosis.missing)
-        if wrong:
-            measured += f": none for {shown(found.missing, _NAMES)}" if found.missing else ""
-            return self.failed(title, measured, expected, [*wrong, *worth_knowing], missing_gradients=found.missing)
-        return self.passed(title, measured, expected, notes=worth_knowing, missing_gradients=found.missing)
+        if wrong and found.missing:
+            measured += f": none for {shown(found.missing, _NAMES)}"
+        return self.line(title, measured, expected, [*wrong, *worth_knowing], missing_gradients=found.missing)
 
     def _finiteness(self, diagnosis: Diagnosis, found: Search) -> CheckResult:
         first, title, measured = found.first, "gradient norm", number(found.first.norm)
         if diagnosis.nonfinite:
             measured += f" at a loss of {number(first.loss)}, {len(first.nonfinite)} of {len(first.norms)} not finite"
-            return self.failed(title, measured, "finite", diagnosis.nonfinite, grad_norm=first.norm)
-        if first.reached:
+        elif first.reached:
             most = max(first.norms, key=lambda name: first.norms[name] or 0.0)
             measured += f", largest {number(first.norms[most])} in {most}"
-        return self.passed(title, measured, "finite", grad_norm=first.norm)
+        return self.line(title, measured, "finite", diagnosis.nonfinite, grad_norm=first.norm)
 
     def _size(self, diagnosis: Diagnosis, found: Search) -> CheckResult:
         first = found.first
@@ -85,14 +76,12 @@ class GradientsStage(Stage):
         if worth_knowing:
             measured += f"; {len(found.zero) - len(zero)} biases that cancel out"
         title, expected = "parameters whose gradient stays exactly zero", "0"
-        if wrong:
-            return self.failed(title, measured, expected, [*wrong, *worth_knowing])
-        return self.passed(title, measured, expected, notes=worth_knowing)
+        return self.line(title, measured, expected, [*wrong, *worth_knowing])
 
     def _registered(self, diagnosis: Diagnosis) -> CheckResult:
         title, expected = "trainable tensors outside of parameters()", "0"
         if not diagnosis.hidden:
-            return self.passed(title, "0", expected)
+            return self.line(title, "0", expected)
         count = sum(int(str(each.evidence["tensors"])) for each in diagnosis.hidden)
         where = shown([str(each.parameter) for each in diagnosis.hidden])
-        return self.failed(title, f"{count}, in {where}", expected, diagnosis.hidden)
+        return self.line(title, f"{count}, in {where}", expected, diagnosis.hidden)

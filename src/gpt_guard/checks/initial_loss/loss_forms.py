@@ -7,25 +7,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from gpt_guard.callbacks.losses.scores import are_probabilities
+from gpt_guard.checks.runner.base import Subject
+from gpt_guard.checks.runner.forward import call, project_loss
+from gpt_guard.checks.runner.perturb import probe_ids, repeatable
+from gpt_guard.hooks.isolation.preserve import preserved, seed_all
 
 IGNORED = -100
 """The label that does not count, in the probe: torch's default."""
+_ROWS, _LENGTH, _SETS = 3, 7, 3
+_FLAT, _LOUD, _SHARP = 0.5, 2.0, 10.0
+"""Standard deviations of logits: below the first the forms give nearly the same number; what is aimed at; above the
+last the loss is a single large score and rounding decides."""
+_HALF = (torch.float16, torch.bfloat16)
 LossOf = Callable[[Tensor], float]
 """The project's loss on the probe's inputs, for targets `[B, T]`."""
 
 
 class Form(NamedTuple):
-    """A recognised form: `key` for code, `words` for people, `shift` the number of positions that it shifts targets."""
+    """A recognised form: `key` for code, `words` for people, `shift` the number of positions that it shifts targets.
+
+    `left_out` is the target id that does not count, where a form "ignored" has one.
+    """
 
     key: str
     words: str
     shift: int = 0
-    value: float = 0.0
+    left_out: int | None = None
 
 
 class Probe(NamedTuple):
@@ -133,7 +147,7 @@ def _term(probe: Probe, plain: list[float], shift: int) -> Form | None:
     term = probe.losses[0] - plain[0]
     if not probe.fits([value + term for value in plain]):
         return None
-    return Form("term", f"cross entropy and a term of {term:.4g} that does not depend on the targets", shift, term)
+    return Form("term", f"cross entropy and a term of {term:.4g} that does not depend on the targets", shift)
 
 
 def _smoothing(probe: Probe, plain: list[float], shift: int) -> Form | None:
@@ -150,7 +164,7 @@ def _smoothing(probe: Probe, plain: list[float], shift: int) -> Form | None:
     mixed = [(1 - share) * value + share * flat for value, flat in zip(plain, uniform, strict=True)]
     if not 0 < share < 0.9 or not probe.fits(mixed):
         return None
-    return Form("smoothing", f"cross entropy with label smoothing {share:.3g}", shift, share)
+    return Form("smoothing", f"cross entropy with label smoothing {share:.3g}", shift)
 
 
 def _factor(probe: Probe, plain: list[float], shift: int) -> Form | None:
@@ -170,11 +184,11 @@ def _factor(probe: Probe, plain: list[float], shift: int) -> Form | None:
     }
     for key, (expected, words) in known.items():
         if math.isclose(factor, expected, rel_tol=10 * probe.precision):
-            return Form(key, words, shift, factor)
+            return Form(key, words, shift)
     parts = 1 / factor
     if parts > 1.5 and math.isclose(parts, round(parts), rel_tol=10 * probe.precision):
-        return Form("accumulation", f"cross entropy divided by {round(parts)}", shift, factor)
-    return Form("factor", f"cross entropy times {factor:.4g}", shift, factor)
+        return Form("accumulation", f"cross entropy divided by {round(parts)}", shift)
+    return Form("factor", f"cross entropy times {factor:.4g}", shift)
 
 
 def _ignored(probe: Probe) -> Form | None:
@@ -186,7 +200,7 @@ def _ignored(probe: Probe) -> Form | None:
         for left_out in candidates:
             values = [float(F.cross_entropy(logits, each.masked_fill(each == left_out, IGNORED))) for each in targets]
             if probe.fits(values):
-                return Form("ignored", f"cross entropy without targets of {left_out}", shift, float(left_out))
+                return Form("ignored", f"cross entropy without targets of {left_out}", shift, left_out)
     return None
 
 
@@ -199,3 +213,95 @@ def _weighted(probe: Probe, loss: LossOf) -> Form | None:
         if alone.fits(alone.each(_shifted(shift))):
             return Form("weighted", "cross entropy with a weight for each class", shift)
     return None
+
+
+def form_of_loss(model: nn.Module, subject: Subject) -> Form | None:
+    """Recognise the loss that the project trains with; None if it is no known form. The model must have a loss.
+
+    An untrained model's logits are nearly equal, and every form of loss near log V: the output layer is made larger
+    for the question, and put back. Reads the device; runs a few forwards of 3 x 7 tokens in eval mode, no gradient.
+    """
+    length = min(_LENGTH, probe_ids(subject).size(1))
+    x = probe_ids(subject, _ROWS, length)
+    with preserved(model):
+        logits = _tell_apart(model, x, subject.seed)
+        vocab = min(logits.size(-1), subject.vocab_size or logits.size(-1))
+        generator = torch.Generator().manual_seed(subject.seed)
+        sets = [torch.randint(vocab, tuple(x.shape), generator=generator) for _ in range(_SETS)]
+        if subject.batch is not None and bool((subject.batch[1] == subject.ignore_index).any()):
+            for targets in sets:
+                targets.view(-1)[::3] = IGNORED  # as in the batch, some labels do not count
+
+        def loss(targets: Tensor) -> float:
+            labels = targets.masked_fill(targets == IGNORED, subject.ignore_index).to(x.device)
+            seed_all(subject.seed)
+            value = project_loss(model, x, labels, subject.loss_fn)
+            if value is None:
+                raise ValueError("the model returns no loss, and no loss_fn was given")
+            return float(value.detach().double().mean())
+
+        losses = [loss(targets) for targets in sets]
+        return recognise(Probe(logits.double().cpu(), sets, losses, _precision(logits)), loss)
+
+
+def _tell_apart(model: nn.Module, x: Tensor, seed: int) -> Tensor:
+    """Logits of a spread at which the forms differ, the output layer made larger for it."""
+    forward = repeatable(model, seed)
+    logits = forward(x)
+    head, _ = output_layer(model, x, logits.size(-1))
+    for _ in range(3):  # tied weights change the hidden states, too
+        scores = logits.log() if are_probabilities(logits) else logits
+        spread = float(scores.float().std(-1).mean())
+        if head is None or _FLAT <= spread <= _SHARP:
+            break
+        if spread < 1e-3:
+            head.data.normal_(0.0, _LOUD / head.size(1) ** 0.5)
+        else:
+            head.data.mul_(_LOUD / spread)
+        logits = forward(x)
+    return logits
+
+
+def _precision(logits: Tensor) -> float:
+    """Relative: a few roundings of a mean of a few terms, in the dtype in which the loss may have been computed."""
+    eps = torch.finfo(logits.dtype).eps
+    return 2 * eps if logits.dtype in _HALF else 1e-4
+
+
+def output_layer(model: nn.Module, x: Tensor, vocab: int) -> tuple[Tensor | None, float | None]:
+    """The weight `[V, C]` that makes logits out of hidden states and the RMS of what enters it, each None if not seen.
+
+    It is that of the last module called that has V rows and returns V scores; else that of an embedding: where the
+    output is `F.linear(x, embedding.weight)` no module is called for it. Runs the model once; reads.
+    """
+    called: list[tuple[Tensor, float]] = []
+    handles = [
+        module.register_forward_hook(_note(called, vocab))
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding) and _rows(module) == vocab
+    ]
+    try:
+        call(model, x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if called:
+        return called[-1]
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and _rows(module) == vocab]
+    return tables[0].weight if tables else None, None
+
+
+def _rows(module: nn.Module) -> int | None:
+    weight = getattr(module, "weight", None)
+    return weight.size(0) if isinstance(weight, Tensor) and weight.dim() == 2 else None
+
+
+def _note(called: list[tuple[Tensor, float]], vocab: int) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        entered = args[0] if args and isinstance(args[0], Tensor) else None
+        weight = module.weight
+        scores = isinstance(output, Tensor) and output.dim() >= 2 and output.size(-1) == vocab
+        if scores and entered is not None and entered.is_floating_point() and isinstance(weight, Tensor):
+            called.append((weight, float(entered.detach().float().square().mean().sqrt())))
+
+    return hook

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +14,11 @@ from gpt_guard.checks.gradients.backward import Task, trainable
 from gpt_guard.checks.gradients.diagnosis import diagnose, frozen_finding
 from gpt_guard.checks.optimizer.coverage import cover, coverage_findings, rate_findings, rates
 from gpt_guard.checks.optimizer.steps import StepFindings, default_optimizer, take_steps
-from gpt_guard.checks.runner.base import Stage, Subject
+from gpt_guard.checks.runner.base import MODEL, Stage, Subject
 from gpt_guard.hooks.autograd_graph.reach import leaves
 from gpt_guard.hooks.isolation.preserve import preserved
 from gpt_guard.hooks.optimizer import innermost
-from gpt_guard.records import CheckResult, Finding
+from gpt_guard.records import CheckResult
 from gpt_guard.records.render import learning_rates, number
 
 _NAMES = 3
@@ -33,16 +32,11 @@ class OptimizerStage(Stage):
     name = "optimizer"
     title = "The optimizer changes every trainable parameter"
     after = ("shapes",)
-
-    def missing(self, subject: Subject) -> str | None:
-        """A model; the lines about steps also need a batch."""
-        return "no model" if subject.model is None else None
+    needs = (MODEL,)
 
     def run(self, subject: Subject) -> Iterator[CheckResult]:
         """What the optimizer holds and its lr, where one was given; then what its steps change."""
-        if subject.model is None:
-            return
-        model = unwrap(subject.model)
+        model = unwrap(MODEL(subject))
         task = Task.of(subject)
         optimizer: Optimizer | None = innermost(subject.optimizer) if subject.optimizer is not None else None
         if optimizer is None:
@@ -51,7 +45,7 @@ class OptimizerStage(Stage):
             yield self._coverage(model, optimizer, task)
         if not trainable(model):
             if optimizer is None:
-                yield self.failed("trainable parameters", "0", "at least 1", frozen_finding(model))
+                yield self.line("trainable parameters", "0", "at least 1", frozen_finding(model))
             return
         if optimizer is not None:
             rate = self._rate(optimizer)
@@ -77,20 +71,17 @@ class OptimizerStage(Stage):
             ties = [" = ".join(names) for names in covered.ties.values()]
             measured += f"; tied, and held once: {'; '.join(ties[:3])}{'; ...' if len(ties) > 3 else ''}"
         title, expected = "parameters in the optimizer", f"all {total} that are trainable, each once"
-        found = list(coverage_findings(model, covered))
-        if found:
-            return self.failed(title, measured, expected, found)
-        return self.passed(title, measured, expected)
+        return self.line(title, measured, expected, coverage_findings(model, covered))
 
     def _rate(self, optimizer: Optimizer) -> CheckResult:
         title, found = "learning rate", list(rate_findings(optimizer))
         known = rates(optimizer)
-        if found:
-            return self.failed(title, learning_rates(known or ()), "above 0 in each group", found)
-        if known is None:
+        if known is None and not found:
             return self.skipped(title, f"{type(optimizer).__name__} chooses its own")
-        waiting = "; a scheduler raises it from 0" if 0 in known else ""
-        return self.passed(title, learning_rates(known) + waiting, "above 0 in each group")
+        measured = learning_rates(known or ())
+        if not found and 0 in (known or ()):
+            measured += "; a scheduler raises it from 0"
+        return self.line(title, measured, "above 0 in each group", found)
 
     def _steps(
         self, model: nn.Module, given: Optimizer | None, task: Task, vocab_size: int | None
@@ -111,26 +102,23 @@ class OptimizerStage(Stage):
             found += diagnose(model, task, vocab_size, given).faults
         total = len(judge.parameters)
         measured, expected = f"{len(steps.moved & judge.parameters.keys())} of {total} by {by}", f"all {total}"
-        if found:
-            yield self.failed(_STEP, measured, expected, found)
-        else:
+        if not found:
             if judge.idle:
                 measured += f"; {shown(judge.idle, _NAMES)} had no gradient to move by"
             if swallowed := [name for name in judge.swallowed if name not in steps.moved]:
                 measured += f"; {shown(swallowed, _NAMES)} stood still, as their dtype rounds"
-            yield self.passed(_STEP, measured, expected)
+        yield self.line(_STEP, measured, expected, found)
         if frozen and not steps.frozen_moved and not any(each.code == "GG106" for each in found):
-            yield self.passed("frozen parameters that a step changes", f"0 of {frozen}", "0")
+            yield self.line("frozen parameters that a step changes", f"0 of {frozen}", "0")
         if not steps.bad_gradient and steps.broken is None:
-            yield self._size(wrong_size, steps.ratio, steps.largest)
-
-    def _size(self, wrong: Finding | None, ratio: float, largest: float) -> CheckResult:
-        title, expected = "size of the first step", "far below the weights' own size, 1e-3 or so"
-        measured = f"{number(ratio)} of the weights, at most {number(largest)}"
-        facts: dict[str, Any] = {"update_size": ratio, "update_max": largest}
-        if wrong is not None:
-            return self.failed(title, measured, expected, wrong, **facts)
-        return self.passed(title, measured, expected, **facts)
+            yield self.line(
+                "size of the first step",
+                f"{number(steps.ratio)} of the weights, at most {number(steps.largest)}",
+                "far below the weights' own size, 1e-3 or so",
+                wrong_size,
+                update_size=steps.ratio,
+                update_max=steps.largest,
+            )
 
 
 def _reached(model: nn.Module, task: Task | None) -> list[Tensor]:

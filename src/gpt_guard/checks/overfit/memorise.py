@@ -1,9 +1,10 @@
-"""Train on one batch again and again, and keep the curve."""
+"""Train on one batch again and again and keep the curve, and how low the loss of that batch can get."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +18,9 @@ CLIP = 1.0
 _TAIL = 10
 _PASSES = 4
 _EVERY = 10
+MOST_TOKENS = 200_000
+Progress = Callable[[int, int, str], None]
+"""Steps done, of how many, and a figure."""
 
 
 @dataclass
@@ -59,7 +63,7 @@ def memorise(
     model: nn.Module,
     task: Task,
     steps: int,
-    progress: Callable[[int, int, str], None],
+    progress: Progress,
     *,
     lr: float = 1e-3,
     shifts_inside: bool = False,
@@ -120,3 +124,67 @@ def _accuracy(model: nn.Module, task: Task, curve: Curve, shifts_inside: bool) -
     counted = y != task.ignore_index
     right = (logits.argmax(-1) == y) & counted
     return float(right.sum() / counted.sum()) if bool(counted.any()) else None
+
+
+@dataclass(frozen=True)
+class Floor:
+    """How low the loss gets where the same context is followed by different tokens, in nats per target that counts.
+
+    `loss` is the entropy for a model that sees all of the context, `accuracy` the best share of right guesses.
+    `bigram` is that of one that sees only the current token, `position` of one that knows where it is but not what
+    stands there, `unigram` of one that knows neither: where a curve ends there, this is what the model has to go by.
+    """
+
+    loss: float
+    accuracy: float
+    bigram: float
+    position: float
+    unigram: float
+    targets: int
+
+
+def floor(x: Tensor, y: Tensor, *, ignore_index: int, causal: bool, shifts_inside: bool) -> Floor | None:
+    """The floors of a batch of token ids `[B, T]`; None where there is nothing to count, or too much. Reads the batch.
+
+    The context of position t is x[: t + 1] of its row, or the whole row and t for an encoder.
+    """
+    if x.dim() != 2 or x.shape != y.shape or x.is_floating_point() or not 0 < x.numel() <= MOST_TOKENS:
+        return None
+    full: dict[Hashable, Counter[int]] = defaultdict(Counter)
+    current: dict[Hashable, Counter[int]] = defaultdict(Counter)
+    place: dict[Hashable, Counter[int]] = defaultdict(Counter)
+    nothing: Counter[int] = Counter()
+    for row, targets in zip(x.tolist(), y.tolist(), strict=True):
+        wanted = targets[1:] if shifts_inside else targets
+        for position, (context, target) in enumerate(zip(_contexts(row, causal), wanted, strict=False)):
+            if target != ignore_index:
+                full[context][target] += 1
+                current[row[position]][target] += 1
+                place[position][target] += 1
+                nothing[target] += 1
+    total = nothing.total()
+    if total == 0:
+        return None
+    return Floor(
+        loss=sum(map(_nats, full.values())) / total,
+        accuracy=sum(max(counts.values()) for counts in full.values()) / total,
+        bigram=sum(map(_nats, current.values())) / total,
+        position=sum(map(_nats, place.values())) / total,
+        unigram=_nats(nothing) / total,
+        targets=total,
+    )
+
+
+def _contexts(row: list[int], causal: bool) -> Iterator[Hashable]:
+    """A short name for what is visible at each position: of a prefix, the hash of the shorter prefix and the token."""
+    whole = tuple(row)
+    prefix = 0
+    for position, token in enumerate(row):
+        prefix = hash((prefix, token))
+        yield prefix if causal else (whole, position)
+
+
+def _nats(counts: Counter[int]) -> float:
+    """Entropy of the counts times their number, in nats."""
+    total = counts.total()
+    return -sum(count * math.log(count / total) for count in counts.values())

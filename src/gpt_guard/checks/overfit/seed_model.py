@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from gpt_guard.checkpoint.fingerprint import unwrap
 from gpt_guard.checks.gradients.backward import trainable
-from gpt_guard.checks.runner.base import Subject
-from gpt_guard.checks.runner.derive import BLOCK_NAMES
-from gpt_guard.checks.runner.forward import call
+from gpt_guard.checks.runner.base import BATCH, MODEL, Subject
+from gpt_guard.checks.runner.forward import call, in_form_of
+from gpt_guard.checks.runner.gather import BLOCK_NAMES, setting, sizes
 from gpt_guard.hooks.isolation.preserve import preserved
 
-BLOCK, WIDTH, HEADS, LAYERS, BATCH = 32, 64, 4, 2, 8
+BLOCK, WIDTH, HEADS, LAYERS, ROWS = 32, 64, 4, 2, 8
 """The seed configuration: 300 steps of it take two or three seconds on a core, and random targets are learned by heart
 in half of them, for vocabularies from 65 to 8000 (measured)."""
 WIDTH_NAMES = ("embedding_dim", "n_embd", "embed_dim", "d_model", "hidden_size", "hidden_dim", "dim", "width")
@@ -61,30 +61,24 @@ class Learner:
     has_dropout: bool = True
 
 
-def learner(subject: Subject) -> Learner | None:
+def learner(subject: Subject) -> Learner:
     """The small model of the same class, the user's `make_model`, or the model as it is, in this order of preference.
 
     A `make_model` that the user gave goes first: it says what to build.
     """
-    model, make, inputs = subject.model, subject.make_model, subject.inputs
-    if inputs is None or (model is None and make is None):
-        return None
-    given = make is not None and "make_model" not in subject.sources
-    if make is not None and not given and model is not None and _freezes(make):
-        # Adapters on fresh frozen weights have nothing to adapt: only the user's own model has weights worth it.
-        return own_learner(model, min(subject.block_size or inputs[0].size(-1), inputs[0].size(-1)))
-    if make is not None and not given and model is not None:
-        small = _small(unwrap(model), subject.config, inputs)
-        if small is not None:
-            return small
+    inputs, make = BATCH(subject), subject.make_model
     block = min(subject.block_size or inputs[0].size(-1), inputs[0].size(-1))
-    if make is not None:
-        words = (
-            "a fresh model from make_model" if given else f"a fresh {type(model).__name__} of the same configuration"
-        )
-        return Learner(lambda p: _drop(make(), p), words, block)
-    assert model is not None
-    return own_learner(model, block)
+    if make is None:
+        return own_learner(MODEL(subject), block)
+    if "make_model" not in subject.sources or subject.model is None:
+        return Learner(lambda p: _drop(make(), p), "a fresh model from make_model", block)
+    if _freezes(make):
+        # Adapters on fresh frozen weights have nothing to adapt: only the user's own model has weights worth it.
+        return own_learner(subject.model, block)
+    if (small := _small(unwrap(subject.model), subject.config, inputs)) is not None:
+        return small
+    words = f"a fresh {type(subject.model).__name__} of the same configuration"
+    return Learner(lambda p: _drop(make(), p), words, block)
 
 
 def own_learner(model: nn.Module, block: int) -> Learner:
@@ -106,7 +100,7 @@ def _freezes(make: Callable[[], nn.Module]) -> bool:
 
 def cut(x: Tensor, y: Tensor, block: int, ignore_index: int) -> tuple[Tensor, Tensor]:
     """At most 8 rows and `block` columns of a batch: those columns in which the most targets count."""
-    x, y = x[:BATCH], y[:BATCH]
+    x, y = x[:ROWS], y[:ROWS]
     if x.dim() != 2 or x.shape != y.shape or x.size(1) <= block:
         return x, y
     counts = (y != ignore_index).sum(0).cumsum(0)
@@ -122,42 +116,41 @@ def _small(model: nn.Module, config: Any, inputs: tuple[Tensor, Tensor]) -> Lear
         return None
     block = next((int(wanted[name]) for name in BLOCK_NAMES if name in wanted), None)
     block = min(block or BLOCK, inputs[0].size(-1))
-    like = next((p for p in model.parameters() if p.is_floating_point()), None)
 
     def make(dropout: float) -> nn.Module:
-        names = {name: dropout for name in DROPOUT_NAMES if _field(config, name) is not None}
+        names = {name: dropout for name in DROPOUT_NAMES if setting(config, name) is not None}
         fresh = type(model)(changed(config, {**wanted, **names}))
         if dropout == 0.0 or not names:
             _drop(fresh, dropout)  # rates that are written into the class, too
-        return fresh if like is None else fresh.to(device=like.device, dtype=like.dtype)
+        return in_form_of(fresh, model)
 
     # Settings that depend on each other in ways unknown here make the class refuse: then the full size is used.
     with preserved(), contextlib.suppress(Exception), torch.no_grad():
         fresh = make(0.0)
         call(fresh, inputs[0][:1, :block], inputs[1][:1, :block])
-        sizes = {"block": block, "width": _first(wanted, WIDTH_NAMES), "layers": _first(wanted, LAYER_NAMES)}
-        shown = ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)
-        has_dropout = any(_field(config, name) is not None for name in DROPOUT_NAMES) or _has_dropout(fresh)
+        figures = {"block": block, "width": _first(wanted, WIDTH_NAMES), "layers": _first(wanted, LAYER_NAMES)}
+        shown = ", ".join(f"{name} {value}" for name, value in figures.items() if value is not None)
+        has_dropout = any(setting(config, name) is not None for name in DROPOUT_NAMES) or _has_dropout(fresh)
         return Learner(make, f"a fresh {type(model).__name__} ({shown})", block, has_dropout=has_dropout)
     return None
 
 
 def seed_settings(config: Any) -> dict[str, int] | None:
     """What to change in a config for the seed configuration, never upwards; None without a width and a depth."""
-    widths, layers = _sizes(config, WIDTH_NAMES), _sizes(config, LAYER_NAMES)
+    widths, layers = sizes(config, WIDTH_NAMES), sizes(config, LAYER_NAMES)
     if not widths or not layers:
         return None
     wanted = {name: min(value, LAYERS) for name, value in layers.items()}
-    wanted |= {name: min(value, BLOCK) for name, value in _sizes(config, BLOCK_NAMES).items()}
+    wanted |= {name: min(value, BLOCK) for name, value in sizes(config, BLOCK_NAMES).items()}
     width = max(widths.values())
     if width > WIDTH:
         wanted |= dict.fromkeys(widths, WIDTH)
-        heads = _sizes(config, HEAD_NAMES)
+        heads = sizes(config, HEAD_NAMES)
         wanted |= {name: min(value, HEADS) if WIDTH % min(value, HEADS) == 0 else 1 for name, value in heads.items()}
         count = min((wanted[name] for name in heads), default=1)
-        wanted |= dict.fromkeys(_sizes(config, KEY_HEAD_NAMES), count)
-        wanted |= {name: max(1, value * WIDTH // width) for name, value in _sizes(config, INNER_NAMES).items()}
-        wanted |= dict.fromkeys(_sizes(config, ("head_dim", "head_size")), WIDTH // count)
+        wanted |= dict.fromkeys(sizes(config, KEY_HEAD_NAMES), count)
+        wanted |= {name: max(1, value * WIDTH // width) for name, value in sizes(config, INNER_NAMES).items()}
+        wanted |= dict.fromkeys(sizes(config, ("head_dim", "head_size")), WIDTH // count)
     return wanted
 
 
@@ -173,16 +166,6 @@ def changed(config: Any, values: Mapping[str, Any]) -> Any:
     for name, value in values.items():
         setattr(other, name, value)
     return other
-
-
-def _field(config: Any, name: str) -> Any:
-    value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-    return None if isinstance(value, bool) else value
-
-
-def _sizes(config: Any, names: tuple[str, ...]) -> dict[str, int]:
-    found = {name: _field(config, name) for name in names}
-    return {name: value for name, value in found.items() if isinstance(value, int) and value > 0}
 
 
 def _first(values: Mapping[str, int], names: tuple[str, ...]) -> int | None:

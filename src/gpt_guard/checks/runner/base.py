@@ -1,22 +1,23 @@
-"""Stage: one preflight question with its evidence, and Subject: what there is to ask about."""
+"""Subject: what there is to check; Stage: one question about it, with what it needs; and the list of all stages."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpt_guard.checks.tokenizer.tokenizers import Tokenizer
+from gpt_guard.errors import GuardUsageError
 from gpt_guard.records import CheckResult, Finding, Severity
 
 T = TypeVar("T")
-Status = Literal["passed", "failed", "skipped"]
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -70,9 +71,13 @@ class Subject:
         """
         if self.batch is None or any(part.is_meta for part in self.batch):
             return None
-        first = next(iter(self.model.parameters()), None) if self.model is not None else None
-        device = self.device if first is None else first.device
-        return self.batch[0].to(device), self.batch[1].to(device)
+        return self.batch[0].to(self.model_device), self.batch[1].to(self.model_device)
+
+    @property
+    def model_device(self) -> torch.device:
+        """Where the model's first parameter is; the chosen device where it has none."""
+        first = next(self.model.parameters(), None) if self.model is not None else None
+        return self.device if first is None else first.device
 
 
 def vocabulary(subject: Subject) -> int | None:
@@ -150,43 +155,77 @@ class Stage(ABC):
         given = (findings,) if isinstance(findings, Finding) else findings or ()
         found = tuple(each for each in given if each is not None)
         crossed = tuple(Severity)[tuple(Severity).index(fails) :]
-        status: Status = "failed" if any(each.severity in crossed for each in found) else "passed"
-        return self._result(status, title, measured, expected, found, facts)
-
-    def passed(
-        self, title: str, measured: Any, expected: Any = "", *, notes: Iterable[Finding] = (), **facts: Any
-    ) -> CheckResult:
-        """A line with a tick: the measured figure next to the expected one; `notes` are findings that fail nothing."""
-        return self._result("passed", title, measured, expected, tuple(notes), facts)
-
-    def failed(
-        self, title: str, measured: Any, expected: Any, findings: Finding | Iterable[Finding], **facts: Any
-    ) -> CheckResult:
-        """A line with a cross, and the findings that say why. Raises ValueError where there is none."""
-        found = (findings,) if isinstance(findings, Finding) else tuple(findings)
-        if not found:
-            raise ValueError(f"{self.name}: {title} failed without a finding that says why")
-        return self._result("failed", title, measured, expected, found, facts)
-
-    def skipped(self, title: str, why: str) -> CheckResult:
-        """A line that says what was not asked and why."""
-        return self._result("skipped", title, why, "", (), {})
-
-    def _result(
-        self,
-        status: Status,
-        title: str,
-        measured: Any,
-        expected: Any,
-        found: tuple[Finding, ...],
-        facts: dict[str, Any],
-    ) -> CheckResult:
         return CheckResult(
             stage=self.name,
             title=title,
-            status=status,
+            status="failed" if any(each.severity in crossed for each in found) else "passed",
             measured=str(measured),
             expected=str(expected),
             facts=facts,
             findings=found,
         )
+
+    def skipped(self, title: str, why: str) -> CheckResult:
+        """A line that says what was not asked and why."""
+        return CheckResult(stage=self.name, title=title, status="skipped", measured=why)
+
+
+NAMES = (
+    "environment",
+    "files",
+    "tokenizer",
+    "token-ids",
+    "batches",
+    "shapes",
+    "initial-loss",
+    "causality",
+    "gradients",
+    "optimizer",
+    "overfit",
+    "validation",
+    "checkpoint",
+    "generation",
+)
+"""The names of all stages in the order in which data flows; a stage's number is its place in here, counted from 1."""
+
+
+def stage(name: str) -> Stage:
+    """The stage of a name such as "token-ids", loaded from its own folder when it is asked for.
+
+    Raises ModuleNotFoundError for a name that does not exist.
+    """
+    home = import_module(f"gpt_guard.checks.{name.replace('-', '_')}.stage")
+    kind: type[Stage] = getattr(home, f"{name.title().replace('-', '')}Stage")
+    return kind()
+
+
+def heading(name: str) -> str:
+    """Number and title of a stage, as a report shows them; only the name for one that this version does not have."""
+    return f"{stage(name).number:>2} {title(name)}" if name in NAMES else name
+
+
+def title(name: str) -> str:
+    """The title of a stage; its name for one that this version does not have."""
+    return stage(name).title if name in NAMES else name
+
+
+def select(only: Iterable[str | int] = (), skip: Iterable[str | int] = ()) -> tuple[Stage, ...]:
+    """The stages to run: all, or those in `only`, without those in `skip`; each by name or number.
+
+    Raises GuardUsageError for a stage that does not exist, listing those that do, and where none is left.
+    """
+    wanted, unwanted = set(map(_name, only)), set(map(_name, skip))
+    chosen = tuple(stage(name) for name in NAMES if (not wanted or name in wanted) and name not in unwanted)
+    if not chosen:
+        raise GuardUsageError(f"no stage is left to run: {', '.join(sorted(unwanted))} left out")
+    return chosen
+
+
+def _name(asked: str | int) -> str:
+    text = str(asked).strip().lower().replace("_", "-")
+    if text.isdecimal() and 1 <= int(text) <= len(NAMES):
+        return NAMES[int(text) - 1]
+    if text not in NAMES:
+        listed = ", ".join(f"{number} {name}" for number, name in enumerate(NAMES, start=1))
+        raise GuardUsageError(f"there is no stage {asked!r}; the stages are {listed}")
+    return text

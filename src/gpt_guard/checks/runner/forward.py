@@ -1,22 +1,47 @@
-"""Call a model whatever it returns: logits, `(logits, loss)`, or an object or dict with `.logits` and `.loss`."""
+"""Call a model whatever it returns: logits, `(logits, loss)`, or an object or dict with `.logits` and `.loss`.
+
+And what it means where it raises.
+"""
 
 from __future__ import annotations
 
 import inspect
+import linecache
 import math
+import os
+import traceback
 from collections.abc import Mapping
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gpt_guard.catalogue import finding
 from gpt_guard.checkpoint.fingerprint import unwrap
 from gpt_guard.checks.runner.base import LossFunction
+from gpt_guard.hooks.isolation.preserve import quiet
+from gpt_guard.records import Finding, SourceLine
 
 TARGET_NAMES = ("targets", "labels", "target", "label", "y", "target_ids", "tgt", "targets_ids", "next_ids")
 """Names under which hand-written and library models take their targets."""
 _ROWS = 4
+_OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_STDLIB = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+
+_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("memory", ("out of memory", "not enough memory", "can't allocate")),
+    ("device", ("same device", "found at least two devices", "expected all tensors", "cuda:0 and cpu")),
+    ("range", ("index out of range", "out of bounds", "device-side assert", "indexselect")),
+    ("in_place", ("inplace operation", "backward through the graph a second time")),
+    ("no_graph", ("does not require grad", "no grad_fn")),
+    ("dtype", ("dtype", "scalar type", "tensor of type", "not implemented for")),
+    ("shape", ("shape", "size", "dimension", "mat1 and mat2", "view", "broadcast")),
+    ("call", ("positional argument", "keyword argument", "not callable", "no attribute", "no logits were found")),
+)
+"""What torch and Python write in the messages of these errors (torch 2.13), the surest first."""
 
 
 class Output(NamedTuple):
@@ -65,16 +90,11 @@ def shifts_inside(model: nn.Module, x: Tensor, vocab_size: int | None = None) ->
     ids = torch.arange(vocab_size) if vocab_size is not None else x.detach().cpu().unique()
     if ids.numel() < 2:
         return False
-    modes = [(module, module.training) for module in model.modules()]
     try:
-        model.eval()
-        with torch.no_grad():
+        with quiet(model):
             return _leaves_out_the_first_target(model, *_drawn(x, ids))
     except Exception:
         return False
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _drawn(x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,6 +147,14 @@ def unpack(output: Any) -> Output:
         f"the model returned {type(output).__name__}, in which no logits were found. Return logits [B, T, V], "
         f"(logits, loss), or an object or dict with `logits` and `loss`; or wrap the model in a module that does."
     )
+
+
+def project_loss(model: nn.Module, x: Tensor, y: Tensor, loss_fn: LossFunction | None) -> Tensor | None:
+    """`loss_fn(logits, y)`, else the model's own; None without either.
+
+    A model whose loss is computed outside is not given the targets: they may hold labels that its own would refuse.
+    """
+    return loss_fn(call(model, x).logits, y) if loss_fn is not None else call(model, x, y).loss
 
 
 def loss_of(
@@ -183,3 +211,70 @@ def _loss_among(rest: list[Tensor], logits: Tensor) -> Tensor | None:
     positions = logits.shape[:-1]
     unreduced = ((1,), tuple(positions), (positions.numel(),), (positions[0],))
     return scalar if scalar is not None else next((part for part in rest if tuple(part.shape) in unreduced), None)
+
+
+def in_form_of(fresh: nn.Module, model: nn.Module) -> nn.Module:
+    """Cast and move parameters and buffers of `fresh`, each to what the one of the same name is in `model`.
+
+    In place; a tensor whose name the other model does not have follows its first parameter.
+    """
+    like: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    first = next((p for p in model.parameters() if p.is_floating_point()), None)
+    with torch.no_grad():
+        for name, tensor in (*fresh.named_parameters(), *fresh.named_buffers()):
+            other = like.get(name, first)
+            if other is None or tensor.is_meta or other.is_meta:
+                continue
+            dtype = other.dtype if tensor.is_floating_point() and other.is_floating_point() else tensor.dtype
+            tensor.data = tensor.data.to(device=other.device, dtype=dtype)
+    return fresh
+
+
+def logits_of(model: nn.Module, x: Tensor) -> Tensor:
+    """The logits `[B, T, V]` on ids `[B, T]`; a model that takes targets gets the ids for them, since some need any."""
+    return call(model, x, x if takes_targets(model) else None).logits.detach()
+
+
+def plain_device(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU, without its graph; tensors of two devices can then be compared."""
+    return tensor.detach().cpu()
+
+
+def raised(error: BaseException, doing: str) -> Finding:
+    """GG610 for an exception that came out of a check; the traceback's innermost line of the user's is its place."""
+    message = " ".join(str(error).split())
+    where = user_line(error.__traceback__)
+    # The project raised by itself where its own line is the last of the traceback; otherwise torch refused its call.
+    if where is None:
+        likely = ["check", *_likely(message)]
+    elif _innermost(error.__traceback__) == (where.file, where.line) and isinstance(
+        error, (ValueError, AssertionError)
+    ):
+        likely = ["own_error", *_likely(message)]
+    else:
+        likely = _likely(message) or ["call"]
+    seen = f"{doing}: {type(error).__name__}: {message[:400]}"
+    evidence = {"exception": type(error).__name__, "message": message[:2000]}
+    return finding("GG610", seen, likely=likely, where=where, evidence=evidence, cause_id=doing)
+
+
+def user_line(trace: TracebackType | None) -> SourceLine | None:
+    """The innermost line of a traceback outside of torch, the standard library and gpt_guard, or None."""
+    for frame in reversed(traceback.extract_tb(trace)):
+        foreign = frame.filename.startswith((_OURS, _TORCH, "<frozen"))
+        in_library = frame.filename.startswith(_STDLIB) and "site-packages" not in frame.filename
+        if not foreign and not in_library:
+            line = frame.lineno or 0
+            text = linecache.getline(frame.filename, line).strip()
+            return SourceLine(file=frame.filename, line=line, function=frame.name, text=text)
+    return None
+
+
+def _innermost(trace: TracebackType | None) -> tuple[str, int]:
+    frames = traceback.extract_tb(trace)
+    return (frames[-1].filename, frames[-1].lineno or 0) if frames else ("", 0)
+
+
+def _likely(message: str) -> list[str]:
+    text = message.lower()
+    return [key for key, signs in _SIGNS if any(sign in text for sign in signs)]

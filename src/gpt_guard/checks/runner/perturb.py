@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.checks.runner.base import Subject
-from gpt_guard.checks.runner.base import vocabulary as vocabulary
+from gpt_guard.checks.runner.base import Subject, vocabulary
 from gpt_guard.checks.runner.forward import call
 from gpt_guard.hooks.isolation.preserve import preserved, quiet, seed_all
 
@@ -85,7 +84,7 @@ def probe_ids(subject: Subject, rows: int = ROWS, length: int | None = None) -> 
     if subject.pad_id is not None:
         ids = torch.where(ids == subject.pad_id, (ids + 1) % vocab, ids)
     if given is None:
-        return ids.to(_device(subject))
+        return ids.to(subject.model_device)
     ids = ids.to(device=given.device, dtype=given.dtype)
     part = given[:rows, :length]
     ids[: part.size(0), : part.size(1)] = part
@@ -106,8 +105,3 @@ def other_ids(ids: Tensor, vocab: int, generator: torch.Generator, avoid: int | 
 def _longest(model: nn.Module | None) -> int:
     parameters = sum(parameter.numel() for parameter in model.parameters()) if model is not None else 0
     return LONGEST if parameters < _LARGE else _LONGEST_IF_LARGE
-
-
-def _device(subject: Subject) -> torch.device:
-    first = next(iter(subject.model.parameters()), None) if subject.model is not None else None
-    return subject.device if first is None else first.device

@@ -11,12 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpt_guard.checks.batches.stage import UNUSABLE, BatchesStage, BatchFormStage, unusable, without_batch
-from gpt_guard.checks.runner.base import LossFunction, Stage, Subject
-from gpt_guard.checks.runner.derive import complete
-from gpt_guard.checks.runner.gather import gather
-from gpt_guard.checks.runner.raised import raised
+from gpt_guard.checks.runner.base import LossFunction, Stage, Subject, select
+from gpt_guard.checks.runner.forward import raised
+from gpt_guard.checks.runner.gather import complete, gather
 from gpt_guard.checks.runner.report import FACTS, PreflightReport
-from gpt_guard.checks.runner.stages import select
 from gpt_guard.hooks.isolation.preserve import preserved, seed_all
 from gpt_guard.hooks.surroundings import surroundings
 from gpt_guard.records import CheckResult
@@ -69,24 +67,35 @@ def check(
     after an exception or Ctrl-C. Raises GuardUsageError for arguments that cannot be used.
     """
     stages = select(only, skip)
-    subject = gather(
+    subject = Subject(
         model=model,
+        optimizer=optimizer,
+        config=config,
+        loss_fn=loss_fn,
+        make_model=make_model,
+        vocab_size=vocab_size,
+        block_size=block_size,
+        seed=seed,
+        causal=causal,
+        overfit_steps=overfit_steps,
+        compare_dropout=compare_dropout,
+        ignore_index=ignore_index,
+        pad_id=pad_id,
+        eos_id=eos_id,
+        text=text,
+    )
+    if progress is not None:
+        subject.progress = progress
+    gather(
+        subject,
         batch=batch,
         data=data,
         tokenizer=tokenizer,
-        optimizer=optimizer,
-        config=config,
         batches=batches,
         checkpoint=checkpoint,
         device=device,
         trained=trained,
     )
-    subject.loss_fn, subject.make_model, subject.seed, subject.causal = loss_fn, make_model, seed, causal
-    subject.vocab_size, subject.block_size, subject.text = vocab_size, block_size, text
-    subject.overfit_steps, subject.compare_dropout = overfit_steps, compare_dropout
-    subject.ignore_index, subject.pad_id, subject.eos_id = ignore_index, pad_id, eos_id
-    if progress is not None:
-        subject.progress = progress
     return preflight(subject, stages, on_result)
 
 
@@ -136,7 +145,7 @@ def _ask(stage: Stage, subject: Subject, say: Callable[[CheckResult], None]) -> 
                 result = next(lines, None)
             except Exception as error:
                 found = raised(error, stage.title)
-                say(stage.failed(stage.title, type(error).__name__, "no exception", found))
+                say(stage.line(stage.title, type(error).__name__, "no exception", found))
                 return
             if result is None:
                 return

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functional_call
 
 from gpt_guard.catalogue import finding
-from gpt_guard.checks.runner.raised import user_line
+from gpt_guard.checks.runner.forward import user_line
 from gpt_guard.hooks.isolation.preserve import quiet
 from gpt_guard.records import Finding
 

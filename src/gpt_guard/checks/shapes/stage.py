@@ -8,11 +8,9 @@ from contextlib import suppress
 from torch import Tensor, nn
 
 from gpt_guard.catalogue import finding
-from gpt_guard.checks.initial_loss.loss_probe import project_loss
 from gpt_guard.checks.runner.base import VOCABULARY, Need, Stage, Subject
-from gpt_guard.checks.runner.forward import UnknownOutput, call, takes_targets
+from gpt_guard.checks.runner.forward import UnknownOutput, call, project_loss, raised, takes_targets
 from gpt_guard.checks.runner.perturb import probe_ids
-from gpt_guard.checks.runner.raised import raised
 from gpt_guard.checks.shapes.foreign_device import CannotFollow, stays_behind
 from gpt_guard.hooks.isolation.preserve import quiet
 from gpt_guard.records import CheckResult

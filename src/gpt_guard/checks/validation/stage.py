@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -10,9 +11,8 @@ from torch import Tensor, nn
 
 from gpt_guard.callbacks.modes.sensitive import described, sensitive_modules
 from gpt_guard.catalogue import finding
-from gpt_guard.checks.runner.base import Stage, Subject
-from gpt_guard.checks.runner.perturb import other_ids, probe_ids, repeatable, vocabulary
-from gpt_guard.checks.validation.mode_words import asks_for_mode, likely_noise, unregistered_modules
+from gpt_guard.checks.runner.base import MODEL, VOCABULARY, Stage, Subject
+from gpt_guard.checks.runner.perturb import other_ids, probe_ids, repeatable
 from gpt_guard.hooks.isolation.compare import (
     FirstDifference,
     difference,
@@ -25,6 +25,12 @@ from gpt_guard.hooks.isolation.preserve import quiet
 from gpt_guard.records import CheckResult, Severity
 from gpt_guard.records.render import number
 
+_KERNEL = 1e-4
+"""A difference below this share of the logits' size comes from the order of additions, not from dropout."""
+_NOISE = frozenset({"rand", "randn", "rand_like", "randn_like", "bernoulli", "bernoulli_", "multinomial", "normal_"})
+_DROPOUT = frozenset({"dropout", "dropout1d", "dropout2d", "alpha_dropout", "scaled_dot_product_attention"})
+_REGISTRIES = frozenset(vars(nn.Module()))
+
 
 class ValidationStage(Stage):
     """Two eval passes agree, eval mode reaches every module, nothing is written, and what the mode changes is known.
@@ -36,19 +42,11 @@ class ValidationStage(Stage):
     name = "validation"
     title = "Validation behaviour"
     after = ("shapes",)
-
-    def missing(self, subject: Subject) -> str | None:
-        """A model, and ids to call it with."""
-        if subject.model is None:
-            return "no model"
-        return "neither a batch nor vocab_size tells which ids the model takes" if vocabulary(subject) is None else None
+    needs = (MODEL, VOCABULARY)
 
     def run(self, subject: Subject) -> Iterator[CheckResult]:
         """One line per question."""
-        model = subject.model
-        if model is None:
-            return
-        x, vocab = probe_ids(subject), vocabulary(subject) or 1
+        model, x, vocab = MODEL(subject), probe_ids(subject), VOCABULARY(subject)
         with quiet(model):
             mode = self._mode(model, x, subject.seed)
             yield mode
@@ -69,15 +67,15 @@ class ValidationStage(Stage):
                 repeatable(model, seed)(x)
             left = [path for path, module in model.named_modules() if module.training]
             # A module whose mode changes nothing may ignore it; the model itself is what code asks.
-            told = [each for each in sensitive_modules(model) if each.path in left]
-            if told or "" in left:
-                names = described(told) or "the model itself"
+            still = [each for each in sensitive_modules(model) if each.path in left]
+            if still or "" in left:
+                names = described(still) or "the model itself"
                 seen = f"After {when} {len(left)} of {total} modules are in training mode: {names}."
-                path = told[0].path if told else ""
+                path = still[0].path if still else ""
                 kind = type(model.get_submodule(path)).__name__
                 found = finding("GG665", seen, likely=[likely], module=path, module_class=kind)
-                return self.failed(title, f"{len(left)} of {total} modules still train", expected, found)
-        return self.passed(title, f"reaches {total} modules", expected)
+                return self.line(title, f"{len(left)} of {total} modules still train", expected, found)
+        return self.line(title, f"reaches {total} modules", expected)
 
     def _state(self, model: nn.Module, x: Tensor, vocab: int, seed: int) -> CheckResult:
         title, expected = "parameters and buffers", "unchanged by an eval pass"
@@ -87,21 +85,18 @@ class ValidationStage(Stage):
         forward(other_ids(x, vocab, torch.Generator().manual_seed(seed)) if vocab > 1 else x)
         changed = [name for name, tensor in _tensors(model) if name not in kept or _differs(kept[name], tensor)]
         if not changed:
-            return self.passed(title, f"{len(kept)} unchanged", expected)
+            return self.line(title, f"{len(kept)} unchanged", expected)
         name = changed[0]
         path = name.rpartition(".")[0]
-        owner = model.get_submodule(path)
-        if name in dict(model.named_parameters()):
-            likely = ["in_place"]
-        else:
-            likely = ["cache"] if "cache" in name.lower() else ["statistics"]
+        place = {"module": path, "module_class": type(model.get_submodule(path)).__name__, "parameter": name}
         seen = f"An eval pass changed {len(changed)} of {len(kept)} tensors: {', '.join(changed[:4])}."
-        place = {"module": path, "module_class": type(owner).__name__, "parameter": name}
-        saved = any(each in model.state_dict() for each in changed)
-        if not saved:  # what no checkpoint holds is a cache, and the model's own business
+        if not any(each in model.state_dict() for each in changed):
+            # What no checkpoint holds is a cache, and the model's own business.
             note = finding("GG664", seen, likely=["cache"], severity=Severity.INFO, **place)
-            return self.passed(title, f"{len(changed)} unsaved buffers change", expected, notes=[note])
-        return self.failed(title, f"{len(changed)} changed", expected, finding("GG664", seen, likely=likely, **place))
+            return self.line(title, f"{len(changed)} unsaved buffers change", expected, note)
+        buffer = "cache" if "cache" in name.lower() else "statistics"
+        likely = "in_place" if name in dict(model.named_parameters()) else buffer
+        return self.line(title, f"{len(changed)} changed", expected, finding("GG664", seen, likely=[likely], **place))
 
     def _twice(self, model: nn.Module, x: Tensor, seed: int, likely: list[str]) -> CheckResult:
         title = "two eval passes"
@@ -109,17 +104,22 @@ class ValidationStage(Stage):
         change, allowed = float(difference(one, other).max()), rounding(one)
         measured, expected = f"logits differ by {number(change)}", f"at most {number(allowed)}, rounding"
         if change <= allowed:
-            return self.passed(title, measured, expected)
-        blame = self._parting(model, x, seed, seed + 1)
+            return self.line(title, measured, expected)
+        blame = first_difference(
+            model,
+            traced(model, lambda: repeatable(model, seed)(x)),
+            traced(model, lambda: repeatable(model, seed + 1)(x)),
+            everything,
+        )
         same_seed = float(difference(one, repeatable(model, seed)(x)).max())
-        hidden = unregistered_modules(model)
+        hidden = _unregistered_modules(model)
         share = change / _largest(one)
-        likely = [*likely, *likely_noise(blame, random=same_seed <= allowed, hidden=bool(hidden), share=share)]
+        likely = [*likely, *_likely_noise(blame, random=same_seed <= allowed, hidden=bool(hidden), share=share)]
         seen = f"In eval mode the logits of one batch differ by {number(change)}, {number(share)} of the largest."
         if hidden:
             seen += f" `{hidden[0]}` holds modules that are not registered, and that eval() does not reach."
         fields: dict[str, Any] = blame.named if blame is not None else {}
-        return self.failed(title, measured, expected, finding("GG663", seen, likely=likely, **fields))
+        return self.line(title, measured, expected, finding("GG663", seen, likely=likely, **fields))
 
     def _training(self, model: nn.Module, x: Tensor, seed: int) -> CheckResult:
         title, expected = "training mode", "differs only by dropout, BatchNorm and the like"
@@ -130,26 +130,21 @@ class ValidationStage(Stage):
             active = repeatable(model, seed)(x)
             known = sensitive_modules(model)
             if settled.shape != active.shape:
-                return self.passed(title, f"logits {list(active.shape)} in place of {list(settled.shape)}", expected)
+                return self.line(title, f"logits {list(active.shape)} in place of {list(settled.shape)}", expected)
             change = float(difference(settled, active).max())
             if change <= rounding(settled):
                 silent = f"though there is {described(known, 2)}" if known else "as nothing depends on it"
-                return self.passed(title, f"the same logits, {silent}", expected)
+                return self.line(title, f"the same logits, {silent}", expected)
             other = traced(model, lambda: repeatable(model, seed)(x))
         blame = first_difference(model, one, other, everything)
         measured = f"logits differ by {number(change)}"
         explained = next((each for each in known if blame is None or _covers(each.path, blame.path)), None)
-        if blame is None or explained is not None or asks_for_mode(blame.module):
+        if blame is None or explained is not None or _asks_for_mode(blame.module):
             how = described([explained], 1) if explained is not None else f"`{blame.path}`" if blame else "dropout"
-            return self.passed(title, f"{measured}, first at {how}", expected)
+            return self.line(title, f"{measured}, first at {how}", expected)
         seen = f"Between eval and training mode the logits differ by {number(change)}."
         note = finding("GG666", seen, likely=["own_branch"], **blame.named)
-        return self.passed(title, f"{measured}, first at `{blame.path}`", expected, notes=[note])
-
-    def _parting(self, model: nn.Module, x: Tensor, first: int, second: int) -> FirstDifference | None:
-        one = traced(model, lambda: repeatable(model, first)(x))
-        other = traced(model, lambda: repeatable(model, second)(x))
-        return first_difference(model, one, other, everything)
+        return self.line(title, f"{measured}, first at `{blame.path}`", expected, note)
 
 
 def _covers(path: str, blamed: str) -> bool:
@@ -168,3 +163,62 @@ def _differs(before: Tensor, now: Tensor) -> bool:
 
 def _largest(logits: Tensor) -> float:
     return max(float(logits.abs().max()), torch.finfo(torch.float32).tiny)
+
+
+def _likely_noise(blame: FirstDifference | None, *, random: bool, hidden: bool, share: float) -> list[str]:
+    """Cause keys of GG663, the likeliest first. `random`: with the same seed two passes do agree."""
+    if not random:
+        return ["kernel", "state"] if share < _KERNEL else ["state"]
+    if hidden:
+        return ["unregistered", "functional"]
+    # What forward itself calls says more than what it inherits.
+    for names in (_in_forward(blame), _names(type(blame.module)) if blame is not None else frozenset()):
+        if names & _DROPOUT:
+            return ["functional", "noise"]
+        if names & _NOISE:
+            return ["noise", "functional"]
+    return ["functional", "noise"]
+
+
+def _in_forward(blame: FirstDifference | None) -> frozenset[str]:
+    forward = getattr(type(blame.module), "forward", None) if blame is not None else None
+    return frozenset(_in_code(forward.__code__)) if isinstance(forward, FunctionType) else frozenset()
+
+
+def _asks_for_mode(module: nn.Module) -> bool:
+    """True where a method of the module's class reads `training`: its own code says that the mode matters."""
+    return "training" in _names(type(module))
+
+
+def _unregistered_modules(model: nn.Module) -> list[str]:
+    """Attributes that hold mode-sensitive modules in a plain list, tuple or dict, where `eval()` does not go."""
+    known = {id(module) for module in model.modules()}
+    return [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name not in _REGISTRIES
+        and any(id(inner) not in known and sensitive_modules(inner) for inner in _modules_in(value))
+    ]
+
+
+def _modules_in(value: Any) -> Iterable[nn.Module]:
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple, set)) else ()
+    return [item for item in items if isinstance(item, nn.Module)]
+
+
+def _names(kind: type) -> frozenset[str]:
+    """Names of attributes and functions in the methods of a class, torch's own classes left out."""
+    found: set[str] = set()
+    for base in kind.__mro__:
+        if base.__module__.startswith("torch."):
+            break
+        for method in vars(base).values():
+            if isinstance(method, FunctionType):
+                found |= _in_code(method.__code__)
+    return frozenset(found)
+
+
+def _in_code(code: CodeType) -> set[str]:
+    inner = (const for const in code.co_consts if isinstance(const, CodeType))
+    return set(code.co_names).union(*(_in_code(each) for each in inner))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gpt_guard.callbacks.precision.autocast import AutocastUse
     from gpt_guard.callbacks.probes.model_probe import ModelProbe
     from gpt_guard.callbacks.schedule.lr import LRTracker
-    from gpt_guard.callbacks.updates.param_delta import ParamDeltaProbe
+    from gpt_guard.callbacks.updates.guard import ParamDeltaProbe
     from gpt_guard.callbacks.updates.tied import TiedWeights
     from gpt_guard.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
     from gpt_guard.checkpoint.cache import cached, stamp_cache, verify_cache
@@ -113,7 +113,7 @@ _HOME = {
     "Moment": "records",
     "NonFiniteError": "errors",
     "Observation": "records",
-    "ParamDeltaProbe": "callbacks.updates.param_delta",
+    "ParamDeltaProbe": "callbacks.updates.guard",
     "PreflightError": "errors",
     "PreflightReport": "checks.runner.report",
     "ProcessError": "errors",

@@ -17,7 +17,7 @@ from gpt_guard.callbacks.modes.freezing import FreezeInTrain
 from gpt_guard.callbacks.precision.autocast import AutocastUse
 from gpt_guard.callbacks.probes.model_probe import ModelProbe
 from gpt_guard.callbacks.schedule.lr import LRTracker
-from gpt_guard.callbacks.updates.param_delta import ParamDeltaProbe
+from gpt_guard.callbacks.updates.guard import ParamDeltaProbe
 from gpt_guard.callbacks.updates.tied import TiedWeights
 
 __all__ = [

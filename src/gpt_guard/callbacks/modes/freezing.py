@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gpt_guard.callbacks.base import Guard
-from gpt_guard.callbacks.updates.param_plan import listed
+from gpt_guard.callbacks.updates.findings import listed
 from gpt_guard.catalogue import finding
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Observation

@@ -162,9 +162,9 @@ class UpdateSampler:
         else:
             ratio, largest = overall(vectors)
             ledger.put("update_ratio", ratio)
-            ledger.put("max_update", largest)
+            ledger.put("max_update", largest.clone())
             for place, vector in enumerate(vectors):
-                ledger.put(f"param_delta.{place}", vector)
+                ledger.put(f"param_delta.{place}", vector.clone())
         # A fused optimizer takes the scaler's verdict along and skips by itself.
         if isinstance(overflow := getattr(optimizer, "found_inf", None), Tensor):
             ledger.put("param_delta.found_inf", overflow)

@@ -99,6 +99,11 @@ class _Sample:
         ]
         self._lengths = torch.tensor(lengths, dtype=self._wide, device=first.device)
         self._scales = torch.tensor(scales, dtype=self._wide, device=first.device)
+        # All results have their place in one vector from the start: a join costs more than the arithmetic.
+        self._result = torch.zeros((3 if self._narrow else 2) * count + 3, dtype=self._wide, device=first.device)
+        self._norms, self._shares = self._result[: 2 * count].view(2, -1), self._result[2 * count : -3]
+        self._scaled = torch.zeros_like(self._norms)
+        self._ends, self._largest = self._result[-3:-1], self._result[-1]
         self._fresh = True
         self._make_room(count, lengths, first)
 
@@ -126,20 +131,25 @@ class _Sample:
         torch._foreach_copy_(self._before_rows, self._views)
 
     def compare(self) -> Tensor:
-        """A vector on the device of what the step did, for `StepFigures.unpack`."""
-        torch._foreach_copy_(self._after_rows, self._views)
-        # In place: the padding stays zero, and the rows are overwritten by the next step anyway.
-        change = self._change.sub_(self._before)
-        moved = torch.count_nonzero(change, dim=1) if self._narrow else None
-        return self._vector(torch.linalg.vector_norm(self._both, 2, 2), moved, _largest(change))
-
-    def _vector(self, norms: Tensor, moved: Tensor | None, largest: Tensor) -> Tensor:
+        """What the step did, for `StepFigures.unpack`: a vector on the device that the next step overwrites."""
+        self._measure()
         if self._fresh:
             # A matrix that starts at zero (an adapter's second half, a zero-initialised projection) has no ratio yet.
             self._fresh = False
-            self._scales *= norms[1] > 0
-        parts = [norms.view(-1)] if moved is None else [norms.view(-1), moved / self._lengths]
-        return torch.cat([*parts, torch.linalg.vector_norm(norms * self._scales, 2, 1), largest.view(1)])
+            self._scales *= self._norms[1] > 0
+        torch.mul(self._norms, self._scales, out=self._scaled)
+        torch.linalg.vector_norm(self._scaled, 2, 1, out=self._ends)
+        return self._result
+
+    def _measure(self) -> None:
+        torch._foreach_copy_(self._after_rows, self._views)
+        # In place: the padding stays zero, and the rows are overwritten by the next step anyway.
+        change = self._change.sub_(self._before)
+        torch.linalg.vector_norm(self._both, 2, 2, out=self._norms)
+        if self._narrow:
+            torch.div(torch.count_nonzero(change, dim=1), self._lengths, out=self._shares)
+        # The maximum norm takes eight times as long as this.
+        torch.amax(change.abs_(), (0, 1), out=self._largest)
 
 
 class _WholeTensors(_Sample):
@@ -151,19 +161,15 @@ class _WholeTensors(_Sample):
     def _make_room(self, count: int, lengths: Sequence[int], first: Tensor) -> None:
         self._before_rows = [torch.empty_like(view) for view in self._views]
 
-    def compare(self) -> Tensor:
+    def _measure(self) -> None:
         before, after = self._before_rows, self._views
         if self._narrow:
             before, after = [tensor.float() for tensor in before], [tensor.float() for tensor in after]
         change = list(torch._foreach_sub(after, before))
-        norms = torch.stack(torch._foreach_norm(change + before, 2)).view(2, -1)
-        moved = torch.stack([torch.count_nonzero(each) for each in change]) if self._narrow else None
-        return self._vector(norms, moved, torch.stack(torch._foreach_norm(change, math.inf)).amax())
-
-
-def _largest(change: Tensor) -> Tensor:
-    # The maximum norm takes eight times as long as this.
-    return change.abs().amax()
+        torch.stack(torch._foreach_norm(change + before, 2), out=self._result[: 2 * len(change)])
+        if self._narrow:
+            torch.div(torch.stack([torch.count_nonzero(each) for each in change]), self._lengths, out=self._shares)
+        torch.amax(torch.stack(torch._foreach_norm(change, math.inf)), 0, out=self._largest)
 
 
 class SampledParameters:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gpt_guard.callbacks.data.data_watch import DataWatch
     from gpt_guard.callbacks.distributed.replicas import ReplicaSync
     from gpt_guard.callbacks.finite.guard import FiniteGuard
-    from gpt_guard.callbacks.gradients.grad_norm import GradNormMonitor
+    from gpt_guard.callbacks.gradients.guard import GradNormMonitor
     from gpt_guard.callbacks.logged.logged_loss import LoggedLoss
     from gpt_guard.callbacks.logged.logged_update import LoggedUpdate
     from gpt_guard.callbacks.loop_order.guard import LoopOrder
@@ -93,7 +93,7 @@ _HOME = {
     "FingerprintMismatch": "errors",
     "FiniteGuard": "callbacks.finite.guard",
     "FreezeInTrain": "callbacks.modes.freezing",
-    "GradNormMonitor": "callbacks.gradients.grad_norm",
+    "GradNormMonitor": "callbacks.gradients.guard",
     "GradientError": "errors",
     "Guard": "callbacks.base",
     "GuardError": "errors",

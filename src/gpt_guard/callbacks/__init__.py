@@ -7,7 +7,7 @@ from gpt_guard.callbacks.checkpointing.fingerprint import CheckpointFingerprint
 from gpt_guard.callbacks.data.data_watch import DataWatch
 from gpt_guard.callbacks.distributed.replicas import ReplicaSync
 from gpt_guard.callbacks.finite.guard import FiniteGuard
-from gpt_guard.callbacks.gradients.grad_norm import GradNormMonitor
+from gpt_guard.callbacks.gradients.guard import GradNormMonitor
 from gpt_guard.callbacks.logged.logged_loss import LoggedLoss
 from gpt_guard.callbacks.logged.logged_update import LoggedUpdate
 from gpt_guard.callbacks.loop_order.guard import LoopOrder

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.updates.guard import ParamDeltaProbe
-from gpt_guard.callbacks.updates.sampling import sample_view
 from gpt_guard.callbacks.updates.ratio import RatioBounds, RatioWatch
+from gpt_guard.callbacks.updates.sampling import sample_view
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.guardian import Guardian
 from gpt_guard.records import Finding, Moment, Observation

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch.optim import Optimizer
 
 from gpt_guard.callbacks.base import Guard
-from gpt_guard.callbacks.gradients.history import RobustHistory
+from gpt_guard.callbacks.gradients.level import RobustHistory
 from gpt_guard.callbacks.schedule import lr_findings
 from gpt_guard.callbacks.schedule.expected_lr import Expected, ExpectedLR
 from gpt_guard.callbacks.schedule.lr_track import LRTrack

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from gpt_guard.callbacks.gradients.history import RobustHistory
+from gpt_guard.callbacks.gradients.level import RobustHistory
 
 LearningRates = tuple[float, ...]
 

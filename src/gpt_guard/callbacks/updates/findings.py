@@ -228,13 +228,8 @@ def zero_gradient(facts: Facts, names: list[str], patience: int, *, once: bool) 
     when = f"the last {patience} steps and was not before" if once else always
     return facts.build(
         "GG304",
-        f"The gradient of {len(names)} trainable parameter{'s' if many else ''} has been exactly zero in "
-        + (
-            f"the last {patience} steps and was not before,"
-            if once
-            else f"every step so far, at least {patience} in a row,"
-        )
-        + f" while others have one: {listed(names)}.",
+        f"The gradient of {len(names)} trainable parameter{'s' if many else ''} has been exactly zero in {when}, while "
+        f"others have one: {listed(names)}.",
         names,
         ["cancelled" if lone else "dead_units" if once else "multiplied_by_zero"],
         severity=Severity.INFO if lone or once else Severity.WARNING,

@@ -69,6 +69,11 @@ class CallLog(ModuleCalls):
         self._counts: dict[str, list[int]] = {}
         self._pairs: dict[str, str] = {}
         self._chains: set[str] = set()
+        self._stale = False
+
+    def begin_anew(self) -> None:
+        """Forget all calls, once the next forward begins."""
+        self._stale = True
 
     def open(self) -> None:
         """Begin to note; whoever has made this holds it by then, and can close it wherever it is interrupted."""
@@ -115,6 +120,11 @@ class CallLog(ModuleCalls):
     def _forward_begins(self) -> None:
         if self._watch.evaluation:
             return
+        if self._stale:
+            self._stale = False
+            for each in (self.order, self.recorded, self.unrecorded, self.reentrant, self._counts, self._chains):
+                each.clear()
+            self._forwards = 0
         self._forwards += 1
         if self._forwards != 2:
             return

@@ -98,7 +98,7 @@ def overflowing(seen: Observation, norms: Mapping[str, float]) -> Finding:
     return _about(
         "GG221",
         seen,
-        f"The gradient norm overflows to inf in {len(norms)} parameter{'s' if len(norms) > 1 else ''}, but each element "
+        f"The gradient norm overflows to inf in {len(norms)} parameters, but each element "
         f"is finite, at loss {number(seen.loss)} and lr {learning_rates(seen.lr)}. {known}",
         evidence={"exact_norm": exact or None, "norms": {name: norms[name] for name in largest}, "lr": list(seen.lr)},
     )

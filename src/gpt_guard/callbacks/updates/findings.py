@@ -221,18 +221,16 @@ def _too_small(facts: Facts, names: list[str], exact: Mapping[str, ExactComparis
     )
 
 
-def zero_gradient(facts: Facts, names: list[str], patience: int, *, once: bool) -> Finding:
-    """Parameters whose gradient was exactly zero in every step, or in the last ones where they had another `once`."""
+def zero_gradient(facts: Facts, names: list[str], patience: int) -> Finding:
+    """Parameters whose gradient was exactly zero in every step."""
     many, lone = len(names) > 1, facts.lone_biases(names)
-    always = f"every step so far, at least {patience} in a row"
-    when = f"the last {patience} steps and was not before" if once else always
     return facts.build(
         "GG304",
-        f"The gradient of {len(names)} trainable parameter{'s' if many else ''} has been exactly zero in {when}, while "
-        f"others have one: {listed(names)}.",
+        f"The gradient of {len(names)} trainable parameter{'s' if many else ''} has been exactly zero in every step so "
+        f"far, at least {patience} in a row, while others have one: {listed(names)}.",
         names,
-        ["cancelled" if lone else "dead_units" if once else "multiplied_by_zero"],
-        severity=Severity.INFO if lone or once else Severity.WARNING,
+        ["cancelled" if lone else "multiplied_by_zero"],
+        severity=Severity.INFO if lone else Severity.WARNING,
     )
 
 

@@ -33,8 +33,8 @@ class _History:
 
     A step counts for a tenth while its learning rate still rises (small updates are what a warm-up is for) and not at
     all below a tenth of the highest one so far (they are what a decay is for). `still` counts steps without a movement,
-    `zero` those with a gradient of exactly zero, `thawing` movements of frozen parameters; `alive` are those that had
-    a gradient, `movers` those that moved.
+    `zero` those with a gradient of exactly zero ever since they were first seen, `thawing` movements of frozen
+    parameters; `alive` are those that had a gradient, `movers` those that moved.
     """
 
     patience: int
@@ -50,13 +50,12 @@ class _History:
     lr_peak: float = 0.0
     grad_peak: float = 0.0
 
-    def quiet(self, sampled: SampledParameters, least: float, grads: Mapping[str, float | None]) -> bool:
+    def quiet(self, sampled: SampledParameters, least: float) -> bool:
         """Whether nothing needs to be counted: all moved, at least by a share of `least`, and nothing waits."""
         if sampled.any_frozen or least <= (self.kept if sampled.any_half else 0.0):
             return False
         self.all_moved = True
-        counted = self.still or self.idle or self.thawing or self.zero or len(self.alive) < len(sampled.names)
-        return not counted and 0.0 not in grads.values()
+        return not (self.still or self.idle or self.thawing or len(self.alive) < len(sampled.names))
 
     def converged(self, grad_norm: float) -> bool:
         """Whether the gradient is next to nothing beside what it was: then standing still is no trouble."""
@@ -106,6 +105,8 @@ class _History:
 
     def _count_zero_grads(self, sampled: SampledParameters, grads: Mapping[str, float | None]) -> None:
         for name, own, trains in zip(sampled.names, sampled.own, sampled.trains, strict=True):
+            if name in self.alive:
+                continue
             grad = grads.get(name)
             if not own or not trains or (grad is not None and grad != 0.0):
                 self.alive.add(name)
@@ -113,7 +114,7 @@ class _History:
             elif grad is not None:
                 self.zero[name] = self.zero.get(name, 0) + 1
 
-    def without_gradient(self, model: nn.Module) -> list[str]:
+    def never_had_gradient(self, model: nn.Module) -> list[str]:
         """Names whose gradient was zero for `patience` steps; ten times that where siblings are used conditionally."""
         ripe = [name for name, count in self.zero.items() if count >= self.patience]
         return [
@@ -128,14 +129,13 @@ class _History:
         That is what an expert looks like to which no token was sent so far.
         """
         parts = name.split(".")
-        works = self.alive - self.zero.keys()
         for depth in range(1, len(parts) - 1):
             container = ".".join(parts[:depth])
             if not isinstance(_submodule(model, container), (nn.ModuleList, nn.ModuleDict)):
                 continue
             member = f"{container}.{parts[depth]}."
-            siblings = any(other.startswith(f"{container}.") and not other.startswith(member) for other in works)
-            if siblings and not any(other.startswith(member) for other in works):
+            siblings = any(other.startswith(f"{container}.") and not other.startswith(member) for other in self.alive)
+            if siblings and not any(other.startswith(member) for other in self.alive):
                 return True
         return False
 
@@ -203,7 +203,7 @@ class Movement:
         if not measured.closure:
             yield from self.ratio_watch(index).judge(seen, sampled.weights, self._explained)
         weight = history.weigh(max(seen.lr, default=0.0), seen.grad_norm)
-        if history.quiet(sampled, figures.least, seen.grad_norms) and not measured.exact:
+        if history.quiet(sampled, figures.least) and not measured.exact:
             return
         lr = [seen.lr[group] if group < len(seen.lr) else 0.0 for group in sampled.groups]
         facts = Facts(
@@ -222,14 +222,9 @@ class Movement:
             history.count(facts, sampled, figures, 0.0 if unusual else weight)
         if thawed := self._new("GG306", history.thawed()):
             yield frozen_moved(facts, thawed)
-        if zero := self._new("GG304", history.without_gradient(watch.model)):
-            yield from self._zero_gradient(facts, zero, history)
+        if zero := self._new("GG304", history.never_had_gradient(watch.model)):
+            yield self._explains(zero_gradient(facts, zero, self._patience))
         sampler.compare_exactly(index, self._suspects(sampled, history, seen))
-
-    def _zero_gradient(self, facts: Facts, names: Sequence[str], history: _History) -> Iterator[Finding]:
-        for once in (False, True):
-            if own := [name for name in names if (name in history.alive) == once]:
-                yield self._explains(zero_gradient(facts, own, self._patience, once=once))
 
     def _judge_exact(
         self, facts: Facts, exact: Mapping[str, ExactComparison], history: _History, *, scaling: bool

@@ -109,13 +109,7 @@ def _not_finite(watch: Watch, optimizer: Optimizer) -> dict[tuple[str, str], Ten
     if not kept:
         return {}
     pairs = list(kept.values())
-    worst = [_worst(values) for values, _ in pairs]
-    flags = torch.stack([flag.to(worst[0].device) for flag in worst]).tolist()
+    worst = [values.abs().max() for values, _ in pairs]
+    flags = torch.stack([flag.to(worst[0].device, torch.float32) for flag in worst]).tolist()
     suspects = [key for key, flag in zip(kept, flags, strict=True) if not math.isfinite(flag)]
     return {key: kept[key][0] for key in suspects if bool(torch.isfinite(kept[key][1]).all())}
-
-
-def _worst(values: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(
-        values, math.inf, dtype=torch.float64 if values.dtype == torch.float64 else torch.float32
-    )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gpt_guard.callbacks.data.guard import DataWatch
     from gpt_guard.callbacks.distributed.replicas import ReplicaSync
     from gpt_guard.callbacks.finite.guard import FiniteGuard
-    from gpt_guard.callbacks.gradients.grad_norm import GradNormMonitor
+    from gpt_guard.callbacks.gradients.guard import GradNormMonitor
     from gpt_guard.callbacks.logged.guards import LoggedLoss, LoggedUpdate
     from gpt_guard.callbacks.loop_order.guard import LoopOrder
     from gpt_guard.callbacks.losses.guard import LossInputs
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gpt_guard.callbacks.precision.autocast import AutocastUse
     from gpt_guard.callbacks.probes.guard import ModelProbe
     from gpt_guard.callbacks.schedule.guard import LRTracker
-    from gpt_guard.callbacks.updates.param_delta import ParamDeltaProbe
+    from gpt_guard.callbacks.updates.guard import ParamDeltaProbe
     from gpt_guard.callbacks.updates.tied import TiedWeights
     from gpt_guard.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
     from gpt_guard.checkpoint.cache import cached, stamp_cache, verify_cache
@@ -92,7 +92,7 @@ _HOME = {
     "FingerprintMismatch": "errors",
     "FiniteGuard": "callbacks.finite.guard",
     "FreezeInTrain": "callbacks.modes.frozen",
-    "GradNormMonitor": "callbacks.gradients.grad_norm",
+    "GradNormMonitor": "callbacks.gradients.guard",
     "GradientError": "errors",
     "Guard": "callbacks.base",
     "GuardError": "errors",
@@ -112,7 +112,7 @@ _HOME = {
     "Moment": "records",
     "NonFiniteError": "errors",
     "Observation": "records",
-    "ParamDeltaProbe": "callbacks.updates.param_delta",
+    "ParamDeltaProbe": "callbacks.updates.guard",
     "PreflightError": "errors",
     "PreflightReport": "checks.runner.report",
     "ProcessError": "errors",

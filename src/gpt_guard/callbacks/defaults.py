@@ -10,7 +10,7 @@ from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.checkpointing.fingerprint import CheckpointFingerprint
 from gpt_guard.callbacks.data.guard import DataWatch
 from gpt_guard.callbacks.finite.guard import FiniteGuard
-from gpt_guard.callbacks.gradients.grad_norm import GradNormMonitor
+from gpt_guard.callbacks.gradients.guard import GradNormMonitor
 from gpt_guard.callbacks.logged.guards import LoggedLoss, LoggedUpdate
 from gpt_guard.callbacks.loop_order.guard import LoopOrder
 from gpt_guard.callbacks.losses.guard import LossInputs
@@ -19,7 +19,7 @@ from gpt_guard.callbacks.modes.guard import EvalModeAssert
 from gpt_guard.callbacks.precision.autocast import AutocastUse
 from gpt_guard.callbacks.probes.guard import ModelProbe
 from gpt_guard.callbacks.schedule.guard import LRTracker
-from gpt_guard.callbacks.updates.param_delta import ParamDeltaProbe
+from gpt_guard.callbacks.updates.guard import ParamDeltaProbe
 from gpt_guard.callbacks.updates.tied import TiedWeights
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from gpt_guard.callbacks.gradients.grad_norm import GradNormMonitor
+from gpt_guard.callbacks.gradients.guard import GradNormMonitor
 from gpt_guard.guardian import Guardian
 from gpt_guard.records import Finding
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from gpt_guard.callbacks.gradients.clipping import Clipping, clearly_falling
-from gpt_guard.callbacks.gradients.grad_norm import GradNormMonitor
+from gpt_guard.callbacks.gradients.guard import GradNormMonitor
 from gpt_guard.guardian import Guardian
 from gpt_guard.records import Finding, Moment, Observation, Severity
 

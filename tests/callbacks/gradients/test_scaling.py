@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD, Adam, Optimizer
 
-from gpt_guard.callbacks.gradients.grad_norm import GradNormMonitor
+from gpt_guard.callbacks.gradients.guard import GradNormMonitor
 from gpt_guard.guardian import Guardian
 from gpt_guard.records import Finding, Severity
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from gpt_guard.callbacks.modes.guard import EvalModeAssert
 from gpt_guard.callbacks.probes.guard import ModelProbe
-from gpt_guard.callbacks.updates.param_delta import ParamDeltaProbe
+from gpt_guard.callbacks.updates.guard import ParamDeltaProbe
 from gpt_guard.guardian import Guardian
 from gpt_guard.records import Finding, Severity
 

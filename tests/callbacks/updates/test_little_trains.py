@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from gpt_guard.callbacks.updates.little_trains import only_scales
-from gpt_guard.callbacks.updates.param_delta import ParamDeltaProbe
+from gpt_guard.callbacks.updates.guard import ParamDeltaProbe
+from gpt_guard.callbacks.updates.ownership import only_scales
 from gpt_guard.guardian import Guardian
 from gpt_guard.records import Finding, Severity
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.data.hashes import bits_of
 from gpt_guard.callbacks.settings import check_types, patterns
-from gpt_guard.callbacks.updates.param_plan import listed
+from gpt_guard.callbacks.updates.findings import listed
 from gpt_guard.catalogue import finding
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.tensors import walk

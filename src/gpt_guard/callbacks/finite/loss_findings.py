@@ -13,7 +13,7 @@ from gpt_guard.callbacks.finite.context import Context
 from gpt_guard.callbacks.finite.first_seen import FirstSeen
 from gpt_guard.callbacks.finite.forward_findings import GUARD, graph_shows, module_fields, module_name, shown_fields
 from gpt_guard.callbacks.finite.state_findings import bad_before
-from gpt_guard.callbacks.updates.param_plan import listed
+from gpt_guard.callbacks.updates.findings import listed
 from gpt_guard.catalogue import finding
 from gpt_guard.hooks.autograd_graph.explain import Operation, explain
 from gpt_guard.hooks.autograd_graph.reach import Labels, labels_of, operations

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from gpt_guard.hooks.autograd_graph.reach import reaches
-from gpt_guard.hooks.copies import Uncopiable, Uncopied
+from gpt_guard.hooks.copies import HookSet, Uncopied
 from gpt_guard.hooks.frames import runs_in
 from gpt_guard.hooks.tensors import walk
 from gpt_guard.hooks.watch import Watch
@@ -27,18 +27,17 @@ class ModuleCalls:
         self.order: dict[str, None] = {}
         self.recorded: dict[str, None] = {}
         self.unrecorded: dict[str, None] = {}
-        self._handles: list[Any] = []
+        self._hooks = HookSet()
 
     def listen(self, modules: Iterable[tuple[str, nn.Module]]) -> Self:
         """Note the calls of these modules, each with its path, until `close`."""
         for path, module in modules:
-            self._handles.append(Uncopiable(module.register_forward_pre_hook(_CallHook(self, path, module))))
+            self._hooks.before_forward(module, _CallHook(self, path, module))
         return self
 
     def close(self) -> None:
         """Take the hooks away; what was noted stays. May run twice."""
-        while self._handles:
-            self._handles.pop().remove()
+        self._hooks.close()
 
     def merge(self, other: ModuleCalls) -> None:
         """Add what another pass called."""
@@ -70,6 +69,15 @@ class CallLog(ModuleCalls):
         self._counts: dict[str, list[int]] = {}
         self._pairs: dict[str, str] = {}
         self._chains: set[str] = set()
+        self._stale = False
+
+    def begin_anew(self) -> None:
+        """Forget all calls, once the next forward begins."""
+        self._stale = True
+
+    def open(self) -> None:
+        """Begin to note; whoever has made this holds it by then, and can close it wherever it is interrupted."""
+        watch = self._watch
         watch.forward_begins.append(self._forward_begins)
         self.listen(
             (path, module)
@@ -112,6 +120,11 @@ class CallLog(ModuleCalls):
     def _forward_begins(self) -> None:
         if self._watch.evaluation:
             return
+        if self._stale:
+            self._stale = False
+            for each in (self.order, self.recorded, self.unrecorded, self.reentrant, self._counts, self._chains):
+                each.clear()
+            self._forwards = 0
         self._forwards += 1
         if self._forwards != 2:
             return

@@ -1,4 +1,4 @@
-"""Clipping that is on most of the time: it then sets the size of the updates, and the learning rate no longer does."""
+"""What stands between backward and step: clipping that is on most of the time, and a GradScaler used out of order."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from gpt_guard.callbacks.gradients.history import middle
+from gpt_guard.callbacks.gradients.level import middle
 from gpt_guard.catalogue import finding
+from gpt_guard.hooks.scaler_use import Misuse
 from gpt_guard.records import Finding, Moment, Observation, Severity
 from gpt_guard.records.render import learning_rates, number
 
@@ -21,6 +22,11 @@ _EVERY = 10
 _HARD = 10.0
 _FALLING = 2.0
 _RISING = 4.0
+# A scale near 1 has nothing to give away.
+_LEAST_SCALE = 8.0
+_IN_A_ROW = 3
+# Clipping a scaled gradient that was small leaves more than the true norm; no healthy loop multiplies it so.
+_TOO_LARGE = 4.0
 
 
 class Clipping:
@@ -36,7 +42,7 @@ class Clipping:
         self._ratio = ratio
         self._steps: deque[tuple[float, float, float | None]] = deque(maxlen=int(window))
         self._taken = 0
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         self._warned = False
 
     def judge(self, seen: Observation) -> Iterable[Finding]:
@@ -61,20 +67,20 @@ class Clipping:
             return
         ratio = middle(sorted([before / after for before, after in clipped]))
         # Once something was said, only a loss that rises under hard clipping is worth another word.
-        if ratio >= (max(self._ratio, _HARD) if self._said else self._ratio):
+        if ratio >= (max(self._ratio, _HARD) if self._reported else self._ratio):
             yield from self._speak(seen, len(clipped), limit, ratio)
 
     def _speak(self, seen: Observation, clipped: int, limit: float, ratio: float) -> Iterator[Finding]:
         trend = _trend([loss for _, _, loss in self._steps])
         falling, rising = trend > _FALLING, trend < -_RISING
         hard = ratio >= _HARD
-        warn = rising and hard if self._said else rising or (hard and not falling)
+        warn = rising and hard if self._reported else rising or (hard and not falling)
         severity = Severity.WARNING if warn else Severity.INFO
-        if severity in self._said:
+        if severity in self._reported:
             return
         loss = "still falling" if falling else "rising" if rising else "not falling clearly"
-        self._said.add(severity)
-        self._warned = Severity.WARNING in self._said
+        self._reported.add(severity)
+        self._warned = Severity.WARNING in self._reported
         total = len(self._steps)
         yield finding(
             "GG206",
@@ -97,15 +103,15 @@ class Clipping:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain lists of floats and strings."""
-        return {"steps": [list(step) for step in self._steps], "said": sorted(self._said)}
+        return {"steps": [list(step) for step in self._steps], "said": sorted(self._reported)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave."""
         self._steps.clear()
         self._steps.extend((float(before), float(after), loss) for before, after, loss in state["steps"])
         self._taken = len(self._steps)
-        self._said = set(state["said"])
-        self._warned = Severity.WARNING in self._said
+        self._reported = set(state["said"])
+        self._warned = Severity.WARNING in self._reported
 
 
 def clearly_falling(losses: Sequence[float | None]) -> bool:
@@ -138,3 +144,93 @@ def _trend(losses: Sequence[float | None]) -> float:
         falls += above - below
         before.insert(below, loss)
     return falls / math.sqrt(count * (count - 1) * (2 * count + 5) / 18.0)
+
+
+_WORDS = {
+    Misuse.CLIPPED_SCALED: (
+        "GG210",
+        "Gradients were clipped to a norm of {scaled} while they were still multiplied by the GradScaler's scale of "
+        "{scale}, in three steps in a row: scaler.step() then divided them, and {applied} is applied of a true norm "
+        "of {true}.",
+        "clip_before_unscale",
+    ),
+    Misuse.PLAIN_STEP: (
+        "GG211",
+        "optimizer.step() was called instead of scaler.step(optimizer): the gradients still carry the GradScaler's "
+        "scale of {scale}. Their true norm is {true}, the step applies {applied} ({factor} times as much).",
+        "plain_step",
+    ),
+    Misuse.BOTH_STEPS: (
+        "GG211",
+        "optimizer.step() followed scaler.step(optimizer) on the same gradients (norm {applied}, scale {scale}), for "
+        "the third time: each of them is applied twice.",
+        "both_steps",
+    ),
+    Misuse.UNSCALED_LOSS: (
+        "GG212",
+        "backward() was called on a loss that was not scaled, and scaler.step(optimizer) divided its gradients by the "
+        "scale of {scale}: {applied} is applied of a true norm of {true}, in three steps in a row.",
+        "unscaled_backward",
+    ),
+}
+
+
+class Scaling:
+    """Follows one optimizer. `reported` is True once something was told: other words about clipping are then noise.
+
+    Gradients are clipped while scaled if something wrote them before `scaler.step()` without `unscale_()`, and the
+    scaled norm is the same in three steps in a row: a division by a count of tokens leaves another one each time.
+    """
+
+    def __init__(self) -> None:
+        self.reported = False
+        self._pinned: list[float] = []
+        self._last: Misuse | None = None
+        self._streak = 0
+        self._twice = 0
+
+    def judge(self, seen: Observation) -> Iterator[Finding]:
+        """Yield at most one finding for each kind of misuse; floats only."""
+        case = seen.readings.get("scaler.case")
+        if case is None:
+            self._last, self._streak = None, 0
+            self._pinned.clear()
+            return
+        before, after, scale = seen.grad_norm, seen.grad_norm_clipped, seen.readings.get("scaler.scale")
+        if not before or not after or not scale or not before < math.inf or not after < math.inf:
+            return
+        misuse = Misuse(int(case))
+        holds = scale >= _LEAST_SCALE and self._holds(misuse, before, after, scale)
+        self._streak = self._streak + 1 if holds and misuse is self._last else int(holds)
+        self._last = misuse
+        # Between two of these there is always the step of the scaler, which is as it should be.
+        self._twice += misuse is Misuse.BOTH_STEPS
+        # A whole scale too large is beyond doubt, and the step is not made yet.
+        certain = misuse is Misuse.PLAIN_STEP and after > 0.5 * scale * before
+        if not self.reported and (max(self._streak, self._twice) >= _IN_A_ROW or (holds and certain)):
+            self.reported = True
+            yield self._finding(misuse, seen, before, after, scale)
+
+    def _holds(self, misuse: Misuse, before: float, after: float, scale: float) -> bool:
+        if misuse is Misuse.CLIPPED_SCALED:
+            self._pinned = [*self._pinned[-_IN_A_ROW + 1 :], after * scale]
+            middle = self._pinned[-1]
+            return after < 0.5 * before and all(abs(each - middle) < _PINNED * middle for each in self._pinned)
+        if misuse is Misuse.PLAIN_STEP:
+            return after > _TOO_LARGE * before
+        if misuse is Misuse.UNSCALED_LOSS:
+            return after < 1.05 * before / scale
+        return True
+
+    def _finding(self, misuse: Misuse, seen: Observation, before: float, after: float, scale: float) -> Finding:
+        code, text, likely = _WORDS[misuse]
+        figures = {"true": number(before), "applied": number(after), "scale": number(scale)}
+        return finding(
+            code,
+            text.format(**figures, scaled=number(after * scale), factor=number(after / before)),
+            likely=[likely],
+            step=seen.step,
+            moment=Moment.BEFORE_STEP,
+            cause_id=f"optimizer {seen.optimizer}",
+            evidence={"grad_norm": before, "applied": after, "scale": scale},
+        )

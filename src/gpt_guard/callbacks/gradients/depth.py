@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from gpt_guard.callbacks.gradients.history import middle
+from gpt_guard.callbacks.gradients.level import middle
 from gpt_guard.catalogue import finding
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Observation

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.modes.no_grad_forwards import described_call
 from gpt_guard.callbacks.modes.sensitive import Sensitive, described
-from gpt_guard.callbacks.updates.param_plan import listed
+from gpt_guard.callbacks.updates.findings import listed
 from gpt_guard.catalogue import finding
 from gpt_guard.hooks.copies import HookSet, Uncopied
 from gpt_guard.hooks.evaluation import own_train, sets_modes

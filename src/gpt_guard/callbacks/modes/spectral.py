@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from gpt_guard.callbacks.updates.param_plan import listed
+from gpt_guard.callbacks.updates.findings import listed
 from gpt_guard.catalogue import finding
 from gpt_guard.hooks.frames import user_line
 from gpt_guard.hooks.watch import Watch

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from gpt_guard.callbacks.gradients.history import Standing
+from gpt_guard.callbacks.gradients.level import Standing
 from gpt_guard.callbacks.schedule.rates import LRTrack
 from gpt_guard.callbacks.schedule.schedulers import SchedulerView
 from gpt_guard.catalogue import finding

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from gpt_guard.callbacks.base import Guard
-from gpt_guard.callbacks.gradients.history import RobustHistory
+from gpt_guard.callbacks.gradients.level import RobustHistory
 from gpt_guard.callbacks.schedule import findings
 from gpt_guard.callbacks.schedule.rates import Expected, ExpectedLR, LRTrack, same_rates
 from gpt_guard.callbacks.schedule.schedulers import (

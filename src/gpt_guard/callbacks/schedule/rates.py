@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gpt_guard.callbacks.gradients.history import RobustHistory
+from gpt_guard.callbacks.gradients.level import RobustHistory
 from gpt_guard.errors import GuardUsageError
 
 LearningRates = tuple[float, ...]

@@ -6,16 +6,15 @@ moved meanwhile is stepped by somebody else, and nothing is said about it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gpt_guard.callbacks.updates.aliases import aliases
-from gpt_guard.callbacks.updates.hidden_leaves import HiddenLeaves
-from gpt_guard.callbacks.updates.little_trains import SAID, only_scales
-from gpt_guard.callbacks.updates.param_plan import listed
-from gpt_guard.callbacks.updates.param_still import Still
+from gpt_guard.callbacks.updates.findings import listed
+from gpt_guard.callbacks.updates.hidden_tensors import HiddenTensors
+from gpt_guard.callbacks.updates.sampling import Unchanged, address
 from gpt_guard.catalogue import finding
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Severity
@@ -24,16 +23,17 @@ _LOOK_AGAIN = 50
 _GONE_STEPS = 3
 # A model that uses its parts by chance has fewer gradients now and then.
 _MOST_LOOKS_AGAIN = 5
+_ONLY_SCALES = "little trains"
 
 
-class Wiring:
-    """Suspicions about who holds what, and what was said already; all tensors are dropped by `close`."""
+class Ownership:
+    """Suspicions about who holds what, and what was reported already; all tensors are dropped by `close`."""
 
-    def __init__(self, watch: Watch, inspect_steps: int, said: set[str]) -> None:
+    def __init__(self, watch: Watch, inspect_steps: int, reported: set[str]) -> None:
         self._watch = watch
         self._inspect = inspect_steps
-        self._said = said
-        self._leaves = HiddenLeaves(watch, inspect_steps, said)
+        self._reported = reported
+        self._hidden = HiddenTensors(watch, inspect_steps, reported)
         self._steps = 0
         self._looked_at: set[int] = set()
         self._most: dict[int, int] = {}
@@ -42,23 +42,18 @@ class Wiring:
         self._again = False
         # The count of steps at which there is something to look at; in between a call costs next to nothing.
         self._next = 0
-        self._unheld: dict[str, tuple[Tensor, Still]] = {}
+        self._unheld: dict[str, tuple[Tensor, Unchanged]] = {}
         self._got_grad: set[str] = set()
 
     # Tensors that the loss depends on and torch does not know as parameters.
-
-    @property
-    def settled(self) -> bool:
-        """Whether no later loss that has a graph needs a look."""
-        return self._leaves.settled
 
     def before_backward(self, loss: Tensor) -> Iterator[Finding]:
         """Look at the first few losses that reach the model; tell what was suspected some steps ago."""
         if not loss.requires_grad:
             yield from self._nothing_to_train(Moment.BEFORE_BACKWARD)
             return
-        if not self._leaves.settled:
-            yield from self._leaves.before_backward(loss)
+        if not self._hidden.settled:
+            yield from self._hidden.before_backward(loss)
 
     # Parameters and optimizers.
 
@@ -83,8 +78,8 @@ class Wiring:
 
     def _fresh(self, findings: Iterable[Finding]) -> Iterator[Finding]:
         for found in findings:
-            if (told := f"{found.code} alias {found.parameter}") not in self._said:
-                self._said.add(told)
+            if (key := f"{found.code} alias {found.parameter}") not in self._reported:
+                self._reported.add(key)
                 yield found
 
     def count_gradients(self, index: int, count: int) -> None:
@@ -110,14 +105,14 @@ class Wiring:
         if held and len(foreign) == len(held):
             yield from self._tell_stale(model, foreign)
             return
-        if SAID not in self._said and (little := list(only_scales(model, watch.step))):
-            self._said.add(SAID)
+        if _ONLY_SCALES not in self._reported and (little := list(only_scales(model, watch.step))):
+            self._reported.add(_ONLY_SCALES)
             yield from little
         for name, parameter in model.items():
             if id(parameter) in held or not parameter.requires_grad or parameter.grad is None:
                 continue
-            if f"GG302 {name}" not in self._said and name not in self._unheld:
-                self._unheld[name] = (parameter, Still([parameter], watch.step))
+            if f"GG302 {name}" not in self._reported and name not in self._unheld:
+                self._unheld[name] = (parameter, Unchanged([parameter], watch.step))
         # Where something has taken the place of these tensors, that is said first.
         if self._steps >= self._inspect and not self._unheld:
             yield from self._tell_foreign(foreign, model)
@@ -127,10 +122,10 @@ class Wiring:
         if not ripe:
             return
         names = []
-        for name, (parameter, still) in ripe.items():
+        for name, (parameter, earlier) in ripe.items():
             del self._unheld[name]
-            self._said.add(f"GG302 {name}")
-            if still.unchanged() and parameter.grad is not None:
+            self._reported.add(f"GG302 {name}")
+            if earlier.all() and parameter.grad is not None:
                 names.append(name)
         if names:
             sizes = {name: ripe[name][0].numel() for name in names}
@@ -161,9 +156,9 @@ class Wiring:
         """All tensors of the optimizers are strangers: those of another model, unless they train by themselves."""
         grads = [name for name, parameter in model.items() if parameter.requires_grad and parameter.grad is not None]
         trained = any(tensor.grad is not None for tensor in foreign.values())
-        if self._steps < 2 or not grads or trained or "GG307 stale" in self._said:
+        if self._steps < 2 or not grads or trained or "GG307 stale" in self._reported:
             return
-        self._said.add("GG307 stale")
+        self._reported.add("GG307 stale")
         yield finding(
             "GG307",
             f"None of the {len(foreign)} tensors that the optimizer steps is a parameter of the model, and none of "
@@ -184,11 +179,11 @@ class Wiring:
         active = [names[id_] for id_ in foreign if str(id_) in self._got_grad]
         trained = any(parameter.grad is not None for parameter in model.values())
         # What took their place has been named then, and this is the other half of the same trouble.
-        told = any(said.startswith("GG302 ") for said in self._said)
+        told = any(key.startswith("GG302 ") for key in self._reported)
         for kind, found in (("idle", idle if trained else []), ("active", active)):
-            if not found or f"GG307 {kind}" in self._said:
+            if not found or f"GG307 {kind}" in self._reported:
                 continue
-            self._said.add(f"GG307 {kind}")
+            self._reported.add(f"GG307 {kind}")
             what = "get no gradient" if kind == "idle" else "do get gradients, as a criterion or a prompt does"
             yield finding(
                 "GG307",
@@ -206,11 +201,11 @@ class Wiring:
         watch = self._watch
         model = list(watch.model.parameters())
         free = [name for name, parameter in watch.parameters.items() if parameter.requires_grad]
-        if not watch.optimizers or not watch.tap.calls or not model or "GG310" in self._said:
+        if not watch.optimizers or not watch.tap.calls or not model or "GG310" in self._reported:
             return
         if moment is Moment.BEFORE_BACKWARD and free:
             return
-        self._said.add("GG310")
+        self._reported.add("GG310")
         yield finding(
             "GG310",
             f"Every tensor that the optimizer holds has requires_grad=False; {len(free)} other parameters of the model "
@@ -227,11 +222,118 @@ class Wiring:
         """Tell what only waited for one more step."""
         last = self._watch.step
         if self._steps:
-            yield from self._leaves.finish()
+            yield from self._hidden.finish()
         if self._unheld:
             yield from self._tell_unheld(last)
 
     def close(self) -> None:
         """Drop every reference to tensors."""
-        self._leaves.close()
+        self._hidden.close()
         self._unheld.clear()
+
+
+def aliases(watch: Watch, optimizer: Optimizer) -> Iterator[Finding]:
+    """GG320 and GG306; looks at identities and addresses only, once for each optimizer."""
+    yield from _twice(watch, optimizer)
+    yield from _on_one_storage(watch, optimizer)
+
+
+def held_twice(optimizer: Optimizer) -> list[Tensor]:
+    """The tensors that stand more than once in the parameter groups."""
+    held = {id(tensor): tensor for group in optimizer.param_groups for tensor in group["params"]}
+    counts = Counter(id(tensor) for group in optimizer.param_groups for tensor in group["params"])
+    return [tensor for key, tensor in held.items() if counts[key] > 1]
+
+
+def tied_names(model: nn.Module) -> dict[int, list[str]]:
+    """All names of each parameter that has several, by the parameter's id."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {key: several for key, several in names.items() if len(several) > 1}
+
+
+def twice_cause(twice: Iterable[Tensor], ties: Container[int]) -> str:
+    """Why tensors stand twice in an optimizer: listed under each of their names, or by groups that overlap."""
+    return "tied" if any(id(tensor) in ties for tensor in twice) else "groups_overlap"
+
+
+def _twice(watch: Watch, optimizer: Optimizer) -> Iterator[Finding]:
+    tensors = held_twice(optimizer)
+    if not tensors:
+        return
+    twice = [watch.name_of(tensor) or "a tensor added later" for tensor in tensors]
+    path, kind = watch.owner_of(twice[0])
+    yield finding(
+        "GG320",
+        f"{len(twice)} parameter{'s stand' if len(twice) > 1 else ' stands'} more than once in the parameter groups of "
+        f"{type(optimizer).__name__}: {listed(twice)}.",
+        likely=[twice_cause(tensors, tied_names(watch.model))],
+        step=watch.step,
+        moment=Moment.AFTER_STEP,
+        module=path,
+        module_class=kind,
+        parameter=twice[0],
+        evidence={"parameters": list(twice[:50]), "count": len(twice)},
+    )
+
+
+def _on_one_storage(watch: Watch, optimizer: Optimizer) -> Iterator[Finding]:
+    held = {id(tensor): tensor for group in optimizer.param_groups for tensor in group["params"]}
+    frozen = {
+        name: tensor
+        for name, tensor in watch.model.named_parameters()
+        if not tensor.requires_grad and id(tensor) not in held
+    }
+    if not frozen:
+        return
+    trained = {at: tensor for tensor in held.values() if tensor.requires_grad and (at := address(tensor))}
+    # The same values, from the first to the last: flat parameters keep different ones in one storage.
+    shared = {name: trained[at] for name, tensor in frozen.items() if (at := address(tensor)) in trained}
+    if not shared:
+        return
+    names = list(shared)
+    pairs = [f"`{name}` with `{watch.name_of(tensor) or 'a tensor added later'}`" for name, tensor in shared.items()]
+    path, kind = watch.owner_of(names[0])
+    many = len(names) > 1
+    yield finding(
+        "GG306",
+        f"{len(names)} parameter{'s' if many else ''} with requires_grad=False share{'' if many else 's'} storage with "
+        f"what {type(optimizer).__name__} trains, and {'move' if many else 'moves'} along with it: "
+        f"{', '.join(pairs[:3])}.",
+        likely=["shared"],
+        step=watch.step,
+        moment=Moment.AFTER_STEP,
+        module=path,
+        module_class=kind,
+        parameter=names[0],
+        evidence={"parameters": list(names[:50]), "count": len(names)},
+    )
+
+
+def only_scales(model: Mapping[str, Tensor], step: int) -> Iterator[Finding]:
+    """GG310, as a note, where every trainable parameter has fewer than two dimensions and frozen matrices exist.
+
+    Methods that train no more than that (BitFit, (IA)^3, TENT) do it on purpose, so it is only worth knowing. Looks at
+    shapes and flags alone.
+    """
+    free = {name: tensor for name, tensor in model.items() if tensor.requires_grad}
+    frozen = [name for name, tensor in model.items() if not tensor.requires_grad and tensor.dim() >= 2]
+    if not free or not frozen or any(tensor.dim() >= 2 for tensor in free.values()):
+        return
+    trained = sum(tensor.numel() for tensor in free.values())
+    total = sum(tensor.numel() for tensor in model.values())
+    matrices = f"All {len(frozen)} weight matrices of the model are" if len(frozen) > 1 else "Its only weight matrix is"
+    yield finding(
+        "GG310",
+        f"{trained:,} of {total:,} elements are trained, biases and scales alone ({listed(free)}). {matrices} frozen "
+        f"({listed(frozen, 3)}).",
+        title="No weight matrix is trainable",
+        severity=Severity.INFO,
+        likely=["frozen_by_name"],
+        step=step,
+        moment=Moment.AFTER_STEP,
+        parameter=frozen[-1],
+        cause_id=_ONLY_SCALES,
+        evidence={"trained": trained, "elements": total, "frozen": frozen[:50]},
+    )

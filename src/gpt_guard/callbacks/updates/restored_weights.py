@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gpt_guard.callbacks.updates.param_columns import Columns
-from gpt_guard.callbacks.updates.param_meter import Meter
-from gpt_guard.callbacks.updates.param_still import Still
+from gpt_guard.callbacks.updates.sampling import SampledParameters, StepFigures, Unchanged
 from gpt_guard.catalogue import finding
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Observation
@@ -17,55 +16,75 @@ from gpt_guard.records.render import number
 
 _STEPS = 3
 _MOST_LOOKS = 5
-_READING = "param_delta.undone"
+_READING = "param_delta.restored"
 
 
-class Undone:
-    """The norm of all weights before a step, equal to the last bit three times in a row, raises suspicion.
+@dataclass
+class _Run:
+    """Of one optimizer: norm of all weights before the newest step, steps in a row that it was the same before.
 
-    Then the sampled values themselves are compared from step to step. Three equal ones, with a step that changed them
-    in between each time, are said. Averaging, projecting and perturbing weights goes on from where the last step led.
+    `earlier` holds the sampled values before an earlier step, `equal` how often they were there again.
     """
 
-    def __init__(self) -> None:
-        self._held = 0.0
-        self._run = 0
-        self._equal = 0
-        self._looks = 0
-        self._still: Still | None = None
+    norm: float = 0.0
+    steps: int = 0
+    looks: int = 0
+    equal: int = 0
+    earlier: Unchanged | None = None
 
     @property
     def suspected(self) -> bool:
-        """Whether the values are worth a look before the next step."""
-        return self._run >= _STEPS and self._looks < _MOST_LOOKS
+        return self.steps >= _STEPS and self.looks < _MOST_LOOKS
 
-    def count(self, columns: Columns) -> None:
-        """Take in the norms of one step."""
-        self._run = self._run + 1 if columns.held == self._held and columns.ratio > 0.0 else 0
-        self._held = columns.held
-        if not self._run:
-            self._still, self._equal = None, 0
 
-    def look(self, tensors: Sequence[Tensor], step: int) -> Tensor | None:
-        """Whether the values are those before an earlier step, as a scalar on the device; None the first time."""
-        if self._still is None:
-            self._looks += 1
-            self._still = Still(tensors, step)
-            return None
-        return self._still.same()
+class RestoredWeights:
+    """The norm of all weights before a step, equal to the last bit three times in a row, raises suspicion.
 
-    def answer(self, *, same: bool) -> None:
-        """Take in what `look` gave, once the host has read it."""
-        if same:
-            self._equal += 1
-        else:
-            self._still, self._equal, self._run = None, 0, 0
+    Then the sampled values themselves are compared from step to step. Three equal ones, with a step that changed them
+    in between each time, are told (GG311). Averaging, projecting and perturbing weights goes on from where the last
+    step led. `reported` holds what was told already, and is added to.
+    """
 
-    def judge(self, watch: Watch, seen: Observation, names: Sequence[str]) -> Iterator[Finding]:
-        """GG311, once the values were the same before so many steps."""
-        if self._equal < _STEPS:
+    def __init__(self, reported: set[str]) -> None:
+        self._reported = reported
+        self._runs: dict[int, _Run] = {}
+        self._same: Tensor | None = None
+
+    def before(self, watch: Watch, optimizer: Optimizer, sampled: dict[int, SampledParameters]) -> None:
+        """Look at the values, where they are suspected; runs once this optimizer's tensors are known."""
+        self._same = None
+        index = watch.index_of(optimizer)
+        run = self._runs.get(index)
+        if run is None or not run.suspected or index not in sampled:
             return
-        self._still, self._equal, self._looks = None, 0, _MOST_LOOKS
+        if run.earlier is None:
+            run.looks += 1
+            run.earlier = Unchanged(sampled[index].tensors, watch.step)
+        else:
+            self._same = run.earlier.on_device()
+
+    def after(self, watch: Watch) -> None:
+        """Have the host read what was seen before the step, together with the figures of the step."""
+        if self._same is not None:
+            watch.ledger.put(_READING, self._same)
+            self._same = None
+
+    def judge(self, watch: Watch, seen: Observation, figures: StepFigures, names: Sequence[str]) -> Iterator[Finding]:
+        """Take in the figures of one step."""
+        run = self._runs.setdefault(seen.optimizer, _Run())
+        if _READING in seen.readings:
+            if seen.readings[_READING]:
+                run.equal += 1
+            else:
+                run.steps, run.equal, run.earlier = 0, 0, None
+        run.steps = run.steps + 1 if figures.held == run.norm and figures.ratio > 0.0 else 0
+        run.norm = figures.held
+        if not run.steps:
+            run.earlier, run.equal = None, 0
+        if run.equal < _STEPS:
+            return
+        run.earlier, run.equal, run.looks = None, 0, _MOST_LOOKS
+        self._reported.add("GG311")
         path, kind = watch.owner_of(names[0])
         yield finding(
             "GG311",
@@ -79,51 +98,7 @@ class Undone:
             evidence={"parameters": list(names[:50]), "count": len(names), "ratio": seen.update_ratio},
         )
 
-
-class Returns:
-    """One `Undone` for each optimizer; `said` holds what was reported already, and is added to.
-
-    `suspected` tells whether any of them is: then `before` and `after` have something to do.
-    """
-
-    def __init__(self, said: set[str]) -> None:
-        self._said = said
-        self._each: dict[int, Undone] = {}
-        self.suspected = False
-        self._same: Tensor | None = None
-
-    def before(self, watch: Watch, optimizer: Optimizer, meter: Meter) -> None:
-        """Look at the values, where they are `suspected`; runs once the meter knows this optimizer's tensors."""
-        self._same = None
-        index = watch.index_of(optimizer)
-        if index in self._each and index in meter.plans and self._each[index].suspected:
-            self._same = self._each[index].look(meter.plans[index].tensors, watch.step)
-
-    def after(self, watch: Watch) -> None:
-        """Have the host read what was seen before the step, together with the figures of the step."""
-        if self._same is not None:
-            watch.ledger.put(_READING, self._same)
-            self._same = None
-
-    def count(self, seen: Observation, columns: Columns) -> bool:
-        """Take in the figures of one step; True if there is something to `judge`."""
-        undone = self._each.get(seen.optimizer)
-        if undone is None:
-            undone = self._each[seen.optimizer] = Undone()
-        if _READING in seen.readings:
-            undone.answer(same=bool(seen.readings[_READING]))
-        undone.count(columns)
-        return self.suspected or undone.suspected
-
-    def judge(self, watch: Watch, seen: Observation, names: Sequence[str]) -> Iterator[Finding]:
-        """Say what is proved, and have each step measured in full for as long as something is suspected."""
-        for found in self._each[seen.optimizer].judge(watch, seen, names):
-            self._said.add("GG311")
-            yield found
-        self.suspected = any(each.suspected for each in self._each.values())
-        if self.suspected:
-            watch.pace.doubt(_STEPS)
-
     def close(self) -> None:
         """Drop every reference to tensors."""
-        self._each.clear()
+        self._runs.clear()
+        self._same = None

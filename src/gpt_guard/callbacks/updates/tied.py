@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpt_guard.callbacks.base import Guard
-from gpt_guard.callbacks.updates.param_plan import listed
-from gpt_guard.callbacks.updates.param_sample import local
+from gpt_guard.callbacks.updates.findings import listed
+from gpt_guard.callbacks.updates.sampling import address
 from gpt_guard.catalogue import finding
 from gpt_guard.hooks.tensors import version_of
 from gpt_guard.hooks.watch import Watch
@@ -40,7 +40,7 @@ class TiedWeights(Guard):
     judged_at: ClassVar[frozenset[Moment]] = frozenset()
 
     def __init__(self) -> None:
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         self._clear()
 
     def _clear(self) -> None:
@@ -68,8 +68,8 @@ class TiedWeights(Guard):
     def _tell(self, findings: Iterable[Finding]) -> None:
         for found in findings:
             key = f"{found.code} {found.cause_id}"
-            if key not in self._said:
-                self._said.add(key)
+            if key not in self._reported:
+                self._reported.add(key)
                 self.watch.submit(found)
 
     def after_backward(self) -> None:
@@ -98,7 +98,7 @@ class TiedWeights(Guard):
                     continue
                 if not table.requires_grad or not _comparable(table):
                     continue
-                if _address(table) != _address(weight) and torch.equal(table, weight) and _varied(table):
+                if address(table) != address(weight) and torch.equal(table, weight) and _varied(table):
                     yield self._untied(path, other, weight)
 
     def _untied(self, path: str, other: str, weight: Tensor) -> Finding:
@@ -121,7 +121,7 @@ class TiedWeights(Guard):
         places: dict[tuple[int, int], list[str]] = {}
         for index in range(len(self.watch.optimizers)):
             for name, tensor in self.watch.held_by(index).items():
-                at = _address(tensor) if tensor.requires_grad else None
+                at = address(tensor) if tensor.requires_grad else None
                 if at is not None and name not in places.setdefault(at, []):
                     places[at].append(name)
         for names in places.values():
@@ -168,10 +168,10 @@ class TiedWeights(Guard):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"said": sorted(self._said)}
+        return {"said": sorted(self._reported)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._said = set(state["said"])
+        self._reported = set(state["said"])
 
 
 def _comparable(weight: Tensor) -> bool:
@@ -182,10 +182,3 @@ def _varied(weight: Tensor) -> bool:
     """Whether the elements differ: tensors that are filled with one number are equal without being copies."""
     low, high = weight.detach().aminmax()
     return bool(low != high)
-
-
-def _address(tensor: Tensor) -> tuple[int, int] | None:
-    values = local(tensor)
-    # What is empty, or has no memory yet, is nowhere.
-    known = values is not None and values.numel() and values.data_ptr()
-    return (values.data_ptr(), values.numel()) if values is not None and known else None

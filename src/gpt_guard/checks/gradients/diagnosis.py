@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpt_guard.callbacks.gradients.calls import within
-from gpt_guard.callbacks.gradients.missing_gradients import SENTENCES, common_path, next_of, reasons, shown
+from gpt_guard.callbacks.gradients.missing import SENTENCES, common_path, next_of, reasons, shown
 from gpt_guard.catalogue import finding
 from gpt_guard.checkpoint.fingerprint import unwrap
 from gpt_guard.checks.gradients.backward import Pass, Search, Task, search

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from gpt_guard.callbacks.gradients.missing_gradients import shown
+from gpt_guard.callbacks.gradients.missing import shown
 from gpt_guard.checks.gradients.backward import Search, Task
 from gpt_guard.checks.gradients.diagnosis import Diagnosis, diagnose, faults, notes
 from gpt_guard.checks.runner.base import BATCH, MODEL, Stage, Subject

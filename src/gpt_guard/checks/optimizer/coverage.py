@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gpt_guard.callbacks.gradients.missing_gradients import common_path, shown
-from gpt_guard.callbacks.updates.aliases import held_twice, tied_names, twice_cause
+from gpt_guard.callbacks.gradients.missing import common_path, shown
+from gpt_guard.callbacks.updates.ownership import held_twice, tied_names, twice_cause
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.gradients.backward import trainable
 from gpt_guard.checks.gradients.diagnosis import about

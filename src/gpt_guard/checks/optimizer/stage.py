@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gpt_guard.callbacks.gradients.missing_gradients import shown
+from gpt_guard.callbacks.gradients.missing import shown
 from gpt_guard.checkpoint.fingerprint import unwrap
 from gpt_guard.checks.gradients.backward import Task, trainable
 from gpt_guard.checks.gradients.diagnosis import diagnose, frozen_finding

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gpt_guard.callbacks.gradients.missing_gradients import shown
-from gpt_guard.callbacks.updates.param_words import HALF_BYTES, WORTH_SAYING, half_spacing
+from gpt_guard.callbacks.gradients.missing import shown
+from gpt_guard.callbacks.updates.findings import HALF_BYTES, WORTH_SAYING, half_spacing
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.gradients.backward import Task, gradient_norms, trainable
 from gpt_guard.checks.gradients.diagnosis import about, bad_parameter

@@ -9,7 +9,7 @@ import statistics
 
 import pytest
 
-from gpt_guard.callbacks.gradients.history import MAD_TO_SIGMA, RobustHistory, middle, quantile
+from gpt_guard.callbacks.gradients.level import MAD_TO_SIGMA, RobustHistory, middle, quantile
 from gpt_guard.errors import GuardUsageError
 
 

@@ -41,7 +41,7 @@ class RobustHistory:
     tails of gradient norms). Such a value never enters the history. Only when `adopt_after` of them follow one another
     on one side are they a new level, and become the history.
 
-    Nothing is said before `least` values are known. Taking a value costs a few microseconds: the values are kept
+    Nothing is judged before `least` values are known. Taking a value costs a few microseconds: the values are kept
     sorted, and the spread is only computed for a value that is already off by the factor.
     """
 
@@ -56,7 +56,7 @@ class RobustHistory:
         self._adopt_after = adopt_after
         self._recent: deque[float] = deque(maxlen=int(window))
         self._sorted: list[float] = []
-        self._aside: list[float] = []
+        self._outliers: list[float] = []
         self._side: Side = "usual"
 
     def __len__(self) -> int:
@@ -74,7 +74,7 @@ class RobustHistory:
         """
         known, recent = self._sorted, self._recent
         count = len(known)
-        if count < self.least or self._aside or not 0.0 < value < math.inf:
+        if count < self.least or self._outliers or not 0.0 < value < math.inf:
             return 0.0
         log = math.log(value)
         half = count // 2
@@ -91,7 +91,7 @@ class RobustHistory:
     def take(self, value: float, *, high: float = math.inf, low: float = 0.0) -> Standing | None:
         """Judge a value against the history, and let it enter if it is usual.
 
-        `high` and `low` are factors of the median. Returns None if nothing can be said: too few values are known, or
+        `high` and `low` are factors of the median. Returns None if nothing can be judged: too few values are known, or
         this one is zero, negative or not finite (such a value is left out).
         """
         if not 0.0 < value < math.inf:
@@ -108,25 +108,25 @@ class RobustHistory:
             distance = self._distance(log, center)
             side = side if distance > self._limit else "usual"
         if side == "usual":
-            self._aside.clear()
+            self._outliers.clear()
             self._side = side
             self._enter(log)
             return Standing(side, factor, distance, math.exp(center), 0, False)
-        return self._put_aside(side, log, factor, distance, math.exp(center))
+        return self._take_outlier(side, log, factor, distance, math.exp(center))
 
-    def _put_aside(self, side: Side, log: float, factor: float, distance: float, median: float) -> Standing:
+    def _take_outlier(self, side: Side, log: float, factor: float, distance: float, median: float) -> Standing:
         if side != self._side:
-            self._aside.clear()
+            self._outliers.clear()
             self._side = side
-        self._aside.append(log)
-        streak = len(self._aside)
+        self._outliers.append(log)
+        streak = len(self._outliers)
         adopted = streak >= self._adopt_after
         if adopted:
             self._recent.clear()
             self._sorted.clear()
-            for each in self._aside:
+            for each in self._outliers:
                 self._enter(each)
-            self._aside.clear()
+            self._outliers.clear()
             self._side = "usual"
         return Standing(side, factor, distance, median, streak, adopted)
 
@@ -141,8 +141,8 @@ class RobustHistory:
         return abs(log - center) / sigma if sigma > 0.0 else math.inf
 
     def state_dict(self) -> dict[str, Any]:
-        """The values as logarithms, oldest first, and those put aside."""
-        return {"logs": list(self._recent), "aside": list(self._aside), "side": self._side}
+        """The values as logarithms, oldest first, and the outliers."""
+        return {"logs": list(self._recent), "aside": list(self._outliers), "side": self._side}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave; of more values than the window holds, the newest stay."""
@@ -150,7 +150,7 @@ class RobustHistory:
         self._sorted.clear()
         for log in _finite(state["logs"]):
             self._enter(log)
-        self._aside = list(_finite(state["aside"]))[: self._adopt_after - 1]
+        self._outliers = list(_finite(state["aside"]))[: self._adopt_after - 1]
         self._side = state["side"] if state["side"] in ("high", "low") else "usual"
 
 

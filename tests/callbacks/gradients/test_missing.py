@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 from torch.utils.checkpoint import checkpoint
 
-from gpt_guard.callbacks.gradients.grad_norm import GradNormMonitor
-from gpt_guard.callbacks.gradients.missing_gradients import common_path, shown
+from gpt_guard.callbacks.gradients.guard import GradNormMonitor
+from gpt_guard.callbacks.gradients.missing import common_path, shown
 from gpt_guard.guardian import Guardian
 from gpt_guard.records import Finding, Severity
 

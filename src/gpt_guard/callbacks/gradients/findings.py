@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import JsonValue
 
-from gpt_guard.callbacks.gradients.history import Standing
+from gpt_guard.callbacks.gradients.level import Standing
 from gpt_guard.catalogue import finding
 from gpt_guard.records import Finding, Moment, Observation, Severity
 from gpt_guard.records.render import learning_rates, number
@@ -81,6 +82,25 @@ def uncleared(seen: Observation, in_a_row: int) -> Finding:
         f"the step before had already used ({in_a_row} steps in a row; grad norm now {number(seen.grad_norm)}).",
         likely=["missing_zero_grad"],
         evidence={"first_step": first, "in_a_row": in_a_row},
+    )
+
+
+def overflowing(seen: Observation, norms: Mapping[str, float]) -> Finding:
+    """GG221: the norm is inf and each element is finite; `norms` are the exact ones of those that overflow."""
+    largest = sorted(norms, key=lambda name: -norms[name])[:3]
+    exact = math.hypot(*norms.values())
+    parts = ", ".join(f"{name} ({number(norms[name])})" for name in largest)
+    known = f"The exact norm is {number(exact)}. Largest: {parts}."
+    if not exact:
+        known = f"It overflows in {', '.join(largest)}."
+    if not seen.grad_norm_clipped:
+        known += " Clipping by it made every gradient zero: nothing of this step is left."
+    return _about(
+        "GG221",
+        seen,
+        f"The gradient norm overflows to inf in {len(norms)} parameters, but each element "
+        f"is finite, at loss {number(seen.loss)} and lr {learning_rates(seen.lr)}. {known}",
+        evidence={"exact_norm": exact or None, "norms": {name: norms[name] for name in largest}, "lr": list(seen.lr)},
     )
 
 

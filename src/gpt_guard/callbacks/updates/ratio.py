@@ -1,16 +1,18 @@
-"""Judge the update-to-weight ratio: how far one step moves the weights, relative to their size."""
+"""How far one step moves the weights, relative to their size, and how much of that is weight decay alone."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from torch.optim import Optimizer
 
 from gpt_guard.catalogue import finding
-from gpt_guard.records import Finding, Observation
-from gpt_guard.records.render import learning_rates
+from gpt_guard.records import Finding, Observation, Severity
+from gpt_guard.records.render import learning_rate, learning_rates, number
 
 _RECENT = 3
 # A handful of weights passes through zero as a whole, and then any step is large in relation.
@@ -19,6 +21,18 @@ _FEW = 64
 _SUSPECT = 0.25
 _RISEN = 1.1
 _CLIPPED_HARD = 100.0
+# Decay multiplies a weight by 1 - lr * weight_decay in each step (I. Loshchilov and F. Hutter, "Decoupled weight decay
+# regularization", 2019). At a tenth half of it is gone after 7 steps; usual values are 1e-3 and below.
+_LARGE_DECAY = 0.1
+_ALL = 1.0
+
+
+class RatioBounds(NamedTuple):
+    """Ratios above `high` and below `low` are unusual, the latter over `window` steps."""
+
+    high: float
+    low: float
+    window: int
 
 
 class RatioWatch:
@@ -30,15 +44,14 @@ class RatioWatch:
     converged also takes tiny steps.
     """
 
-    def __init__(self, high: float, low: float, window: int) -> None:
-        self._high = high
-        self._low = low
+    def __init__(self, bounds: RatioBounds) -> None:
+        self._high, self._low, window = bounds
         self._window: deque[float] = deque(maxlen=int(window))
         self._lr: deque[float] = deque(maxlen=int(window))
         self._lr_peak = 0.0
         self._largest = 0.0
         self._first_loss: float | None = None
-        self.said: set[str] = set()
+        self.reported: set[str] = set()
 
     def judge(self, seen: Observation, weights: int, explained: Callable[[], bool]) -> Iterable[Finding]:
         """Take in one step's ratio over so many weights, and give what is out of bounds and not `explained` yet."""
@@ -56,19 +69,19 @@ class RatioWatch:
             self._largest = ratio
         if self._largest > self._high * _SUSPECT and weights >= _FEW:
             return self._judge_high(seen)
-        if not ratio < self._low or not lr > 0.0 or _cut_down(seen) or "GG309" in self.said or explained():
+        if not ratio < self._low or not lr > 0.0 or _cut_down(seen) or "GG309" in self.reported or explained():
             return ()
         return self._judge_low(seen, lr)
 
     def _judge_high(self, seen: Observation) -> Iterable[Finding]:
-        if "GG308" in self.said or len(self._window) < _RECENT:
+        if "GG308" in self.reported or len(self._window) < _RECENT:
             return
         recent = list(self._window)[-_RECENT:]
         mean = math.prod(recent) ** (1 / _RECENT)
         risen = seen.loss is not None and self._first_loss is not None and seen.loss > _RISEN * self._first_loss > 0.0
         over = mean > self._high
         if over or (risen and mean > self._high * _SUSPECT):
-            self.said.add("GG308")
+            self.reported.add("GG308")
             bound = self._high if over else self._high * _SUSPECT
             loss = f"the loss rose from {self._first_loss:.4g} to {seen.loss:.4g}"
             judged = f"bound {bound:.3g}" if over else f"bound {bound:.3g} where the loss has risen by a tenth"
@@ -90,7 +103,7 @@ class RatioWatch:
             return
         median = statistics.median(self._window)
         if median < self._low:
-            self.said.add("GG309")
+            self.reported.add("GG309")
             yield finding(
                 "GG309",
                 f"Over the last {len(self._window)} steps the median update was {median:.2g} times the norm of the "
@@ -109,7 +122,7 @@ class RatioWatch:
             "lr_peak": self._lr_peak,
             "largest": self._largest,
             "first_loss": self._first_loss,
-            "said": sorted(self.said),
+            "said": sorted(self.reported),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -118,7 +131,7 @@ class RatioWatch:
         self._lr.extend(state["lr"])
         self._lr_peak, self._largest = float(state["lr_peak"]), float(state["largest"])
         self._first_loss = state["first_loss"]
-        self.said = set(state["said"])
+        self.reported = set(state["said"])
 
 
 def _cut_down(seen: Observation) -> bool:
@@ -127,3 +140,49 @@ def _cut_down(seen: Observation) -> bool:
     if before is None or not math.isfinite(before):
         return True
     return bool(seen.clipped) and after is not None and after < before / _CLIPPED_HARD
+
+
+class DecayWatch:
+    """Looks at lr times weight decay of each group whenever the learning rate is higher than ever before.
+
+    `reported` holds what was told already, and is added to.
+    """
+
+    def __init__(self, reported: set[str]) -> None:
+        self._reported = reported
+        self._highest: dict[int, float] = {}
+
+    def judge(self, seen: Observation, optimizer: Optimizer) -> Iterator[Finding]:
+        """GG312 for the group with the largest product; floats only."""
+        highest = max(seen.lr, default=0.0)
+        if not highest > self._highest.get(seen.optimizer, 0.0):
+            return
+        self._highest[seen.optimizer] = highest
+        if "GG312" in self._reported:
+            return
+        products = [
+            (lr * group["weight_decay"], place, lr, group)
+            for place, (lr, group) in enumerate(zip(seen.lr, optimizer.param_groups, strict=False))
+            if _multiplies(optimizer, group)
+        ]
+        product, place, lr, group = max(products, default=(0.0, 0, 0.0, {}), key=lambda each: each[0])
+        if product >= _LARGE_DECAY:
+            self._reported.add("GG312")
+            yield finding(
+                "GG312",
+                f"{type(optimizer).__name__} multiplies {len(group['params'])} parameters by 1 - lr * weight_decay = "
+                f"{number(1.0 - product)} in each step (lr {learning_rate(lr)}, weight_decay "
+                f"{number(float(group['weight_decay']))}, parameter group {place}).",
+                severity=Severity.ERROR if product >= _ALL else Severity.WARNING,
+                step=seen.step,
+                moment=seen.moment,
+                evidence={"product": product, "lr": lr, "weight_decay": group["weight_decay"], "group": place},
+            )
+
+
+def _multiplies(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether this group's decay acts on the weights themselves and not through Adam's normalised gradient."""
+    names = {kind.__name__ for kind in type(optimizer).__mro__}
+    acts = "SGD" in names or group.get("decoupled_weight_decay") or any(name.startswith("AdamW") for name in names)
+    known = isinstance(group.get("weight_decay"), (int, float))
+    return bool(acts and known and any(tensor.requires_grad for tensor in group["params"]))

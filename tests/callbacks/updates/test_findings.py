@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gpt_guard.callbacks.updates.param_delta import ParamDeltaProbe
+from gpt_guard.callbacks.updates.guard import ParamDeltaProbe
 from gpt_guard.guardian import Guardian
 from gpt_guard.records import Finding, Severity
 
@@ -102,13 +102,13 @@ def test_clipping_to_next_to_nothing_is_not_ours_to_say() -> None:
     assert "GG309" not in {each.code for each in found}
 
 
-def test_gradients_whose_squares_overflow_are_the_first_cause() -> None:
+def test_gradients_whose_squares_overflow_are_found_in_the_state() -> None:
     model = net()
     (found,) = watched(
         model, torch.optim.Adam(model.parameters(), lr=1e-2), loss_of=lambda y, target: y.abs().mean() * 1e30
     )
-    assert found.code == "GG301"
-    assert "squares overflow" in found.causes[0]
+    assert (found.code, found.parameter, found.evidence["key"]) == ("GG315", "0.weight", "exp_avg_sq")
+    assert "their squares overflow" in found.causes[0]
 
 
 def test_a_step_that_does_nothing_is_not_blamed_on_half_precision() -> None:

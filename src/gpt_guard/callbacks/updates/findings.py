@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gpt_guard.callbacks.updates.param_confirm import Verdict
-from gpt_guard.callbacks.updates.param_plan import listed
+from gpt_guard.callbacks.updates.measured_step import ExactComparison
 from gpt_guard.catalogue import finding
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Observation, Severity
@@ -22,6 +21,14 @@ _ADAPTIVE = frozenset({"exp_avg", "exp_avg_sq", "exp_inf", "square_avg", "sum"})
 HALF_BYTES = 2
 # Share of the trainable elements; in a GPT the gains of all normalisation layers are well below it.
 WORTH_SAYING = 0.05
+_NAMED = 5
+
+
+def listed(names: Iterable[str], most: int = _NAMED) -> str:
+    """Names in backquotes, the first few of them and how many more there are."""
+    known = list(names)
+    shown = ", ".join(f"`{name}`" for name in known[:most])
+    return shown if len(known) <= most else f"{shown} and {len(known) - most} more"
 
 
 def half_spacing(dtype: torch.dtype, magnitude: float) -> float:
@@ -55,17 +62,17 @@ class Facts:
         """`half_spacing` in the dtype of this parameter."""
         return half_spacing(self.tensors[name].dtype, magnitude)
 
-    def rounds_away(self, name: str, verdict: Verdict) -> bool:
+    def rounds_away(self, name: str, each: ExactComparison) -> bool:
         """Whether the wanted update is smaller than what rounding undoes."""
-        return self.update_size(name) < self.half_spacing(name, verdict.magnitude)
+        return self.update_size(name) < self.half_spacing(name, each.magnitude)
 
-    def only_gains(self, names: Sequence[str], verdicts: Mapping[str, Verdict]) -> bool:
+    def only_gains(self, names: Sequence[str], exact: Mapping[str, ExactComparison]) -> bool:
         """Whether rounding undoes the updates of a few elements only, which is no reason to speak.
 
         It does so with the gains of normalisation layers, which are near 1, in most runs in bfloat16.
         """
         few = self.elements(names) < WORTH_SAYING * self.elements(self.tensors)
-        return few and all(self.rounds_away(name, verdicts[name]) for name in names)
+        return few and all(self.rounds_away(name, exact[name]) for name in names)
 
     def elements(self, names: Iterable[str]) -> int:
         """How many trainable elements these parameters have."""
@@ -110,37 +117,37 @@ class Facts:
         )
 
 
-def judge_confirmed(
-    facts: Facts, verdicts: Mapping[str, Verdict], moved: Container[str], *, idle: bool, lost: float, scaling: bool
+def judge_exact(
+    facts: Facts, exact: Mapping[str, ExactComparison], moved: Container[str], *, idle: bool, lost: float, scaling: bool
 ) -> Iterator[tuple[Finding, list[str]]]:
     """What an exact comparison of the suspects proves, each with the parameters it is about.
 
     What has `moved` in earlier steps and now wants to move by less than rounding undoes has converged.
     """
-    converged = {name for name, verdict in verdicts.items() if name in moved and facts.rounds_away(name, verdict)}
-    if idle and not any(verdict.changed for verdict in verdicts.values()):
+    converged = {name for name, each in exact.items() if name in moved and facts.rounds_away(name, each)}
+    if idle and not any(each.changed for each in exact.values()):
         # Without a gradient at the step there is nothing to move by: GradNormMonitor's GG208 says so.
-        applied = any(verdict.with_grad for verdict in verdicts.values())
-        if applied and len(converged) < len(verdicts):
-            yield _nothing_moved(facts, verdicts, scaling=scaling), list(verdicts)
+        applied = any(each.with_grad for each in exact.values())
+        if applied and len(converged) < len(exact):
+            yield _nothing_moved(facts, exact, scaling=scaling), list(exact)
         return
-    moving = {name: v for name, v in verdicts.items() if v.with_grad and name not in converged}
+    moving = {name: v for name, v in exact.items() if v.with_grad and name not in converged}
     rounded = [
         name
-        for name, verdict in moving.items()
-        if facts.is_half(name) and verdict.kept >= lost and facts.rounds_away(name, verdict)
+        for name, each in moving.items()
+        if facts.is_half(name) and each.kept >= lost and facts.rounds_away(name, each)
     ]
     if rounded and not facts.only_gains(rounded, moving):
         yield _lost_to_rounding(facts, rounded, moving), rounded
-    still = [name for name, verdict in moving.items() if not verdict.changed and name not in rounded]
+    still = [name for name, each in moving.items() if not each.changed and name not in rounded]
     if still and not facts.only_gains(still, moving):
         yield _never_moves(facts, still, moving), still
 
 
-def _nothing_moved(facts: Facts, verdicts: Mapping[str, Verdict], *, scaling: bool) -> Finding:
-    names, seen = list(verdicts), facts.seen
-    compared = sum(verdict.compared for verdict in verdicts.values())
-    rounded = all(facts.rounds_away(name, verdict) for name, verdict in verdicts.items())
+def _nothing_moved(facts: Facts, exact: Mapping[str, ExactComparison], *, scaling: bool) -> Finding:
+    names, seen = list(exact), facts.seen
+    compared = sum(each.compared for each in exact.values())
+    rounded = all(facts.rounds_away(name, each) for name, each in exact.items())
     half = rounded and any(facts.is_half(name) for name in names)
     # Adam divides by the root of an average of squares, which is inf above this norm.
     overflow = not (seen.grad_norm or 0.0) < math.sqrt(torch.finfo(torch.float32).max)
@@ -165,30 +172,30 @@ def _nothing_moved(facts: Facts, verdicts: Mapping[str, Verdict], *, scaling: bo
     )
 
 
-def _lost_to_rounding(facts: Facts, names: list[str], verdicts: Mapping[str, Verdict]) -> Finding:
+def _lost_to_rounding(facts: Facts, names: list[str], exact: Mapping[str, ExactComparison]) -> Finding:
     names = sorted(names, key=lambda name: -facts.tensors[name].numel())
     first = names[0]
-    verdict = verdicts[first]
-    kept = sum(verdicts[name].with_grad - verdicts[name].moved_with_grad for name in names)
-    total = sum(verdicts[name].with_grad for name in names)
+    each = exact[first]
+    kept = sum(exact[name].with_grad - exact[name].moved_with_grad for name in names)
+    total = sum(exact[name].with_grad for name in names)
     dtype = str(facts.tensors[first].dtype).removeprefix("torch.")
     return facts.build(
         "GG305",
         f"{kept / total:.1%} of the {total:,} elements with a non-zero gradient kept their value in {len(names)} "
-        f"{dtype} parameters: {listed(names)}. In `{first}` a value of {verdict.magnitude:.2g} needs an update above "
-        f"{facts.half_spacing(first, verdict.magnitude):.2g} to change; the optimizer's is about "
+        f"{dtype} parameters: {listed(names)}. In `{first}` a value of {each.magnitude:.2g} needs an update above "
+        f"{facts.half_spacing(first, each.magnitude):.2g} to change; the optimizer's is about "
         f"{facts.update_size(first):.2g} (lr {learning_rate(facts.lr[first])}).",
         names,
         ["lr_below_spacing"],
     )
 
 
-def _never_moves(facts: Facts, names: list[str], verdicts: Mapping[str, Verdict]) -> Finding:
+def _never_moves(facts: Facts, names: list[str], exact: Mapping[str, ExactComparison]) -> Finding:
     first = names[0]
-    rounded = [name for name in names if facts.rounds_away(name, verdicts[name])]
+    rounded = [name for name in names if facts.rounds_away(name, exact[name])]
     ratio = facts.seen.update_ratio
     if rounded and (ratio is None or not ratio >= facts.ratio_low):
-        return _too_small(facts, rounded, verdicts)
+        return _too_small(facts, rounded, exact)
     lone = facts.lone_biases(names)
     return facts.build(
         "GG304",
@@ -201,13 +208,13 @@ def _never_moves(facts: Facts, names: list[str], verdicts: Mapping[str, Verdict]
     )
 
 
-def _too_small(facts: Facts, names: list[str], verdicts: Mapping[str, Verdict]) -> Finding:
+def _too_small(facts: Facts, names: list[str], exact: Mapping[str, ExactComparison]) -> Finding:
     first = max(names, key=lambda name: facts.tensors[name].numel())
     return facts.build(
         "GG309",
         f"Hardly anything moves: {len(names)} parameters ({listed(names)}) never moved in the last steps "
-        f"although they have a gradient. In `{first}` a value of {verdicts[first].magnitude:.2g} needs an update above "
-        f"{facts.half_spacing(first, verdicts[first].magnitude):.2g} to change; the optimizer's is about "
+        f"although they have a gradient. In `{first}` a value of {exact[first].magnitude:.2g} needs an update above "
+        f"{facts.half_spacing(first, exact[first].magnitude):.2g} to change; the optimizer's is about "
         f"{facts.update_size(first):.2g} (lr {learning_rate(facts.lr[first])}).",
         names,
         ["lr_too_small"],

@@ -1,21 +1,25 @@
-"""GradNormMonitor: gradients that are zero, missing, exploding, vanishing, uneven over depth, or always clipped."""
+"""GradNormMonitor: gradients that are zero, missing, lost, exploding, overflowing, vanishing, uneven, clipped."""
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from gpt_guard.callbacks.base import Guard
-from gpt_guard.callbacks.gradients import norm_findings
-from gpt_guard.callbacks.gradients.clipping import Clipping
+from gpt_guard.callbacks.gradients import findings
+from gpt_guard.callbacks.gradients.clipping import Clipping, Scaling
 from gpt_guard.callbacks.gradients.depth import DepthProfile
-from gpt_guard.callbacks.gradients.history import RobustHistory, Standing
-from gpt_guard.callbacks.gradients.missing_gradients import MissingGradients
-from gpt_guard.callbacks.gradients.norm_track import NormTrack
+from gpt_guard.callbacks.gradients.level import RobustHistory, Standing, quantile
+from gpt_guard.callbacks.gradients.missing import LostGradients, MissingGradients
 from gpt_guard.callbacks.settings import check_types
 from gpt_guard.errors import GuardUsageError
+from gpt_guard.hooks.gradients import exact_norm
+from gpt_guard.hooks.tensors import describe
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Observation
 
@@ -26,6 +30,13 @@ _IN_A_ROW = 3
 # One step on uncleared gradients may be a slip at a boundary; a second in a row is how the loop works.
 _UNCLEARED = 2
 _FROM_THE_START = 50
+# A norm below has squares that float32 can hold, and does not overflow.
+_SQUARES_FIT = math.sqrt(torch.finfo(torch.float32).max)
+_REFERENCE = 20
+_RECENT = 10
+_GONE = 0.05
+_LOSS_JUMP = 3.0
+_CLIMBING = 2.0
 
 
 class GradNormMonitor(Guard):
@@ -47,9 +58,6 @@ class GradNormMonitor(Guard):
 
     Reads nothing from the device itself. Raises GuardUsageError for a limit that cannot work.
     """
-
-    light: ClassVar[frozenset[str]] = frozenset()
-    late = True
 
     def __init__(
         self,
@@ -88,20 +96,22 @@ class GradNormMonitor(Guard):
         self._depth_limit, self._depth_steps = depth_limit, depth_steps
         self._clip_window, self._clip_share, self._clip_ratio = clip_window, clip_share, clip_ratio
         self._new_track()  # raises now, not in the middle of a run, for a history that cannot work
-        self._tracks: dict[int, NormTrack] = {}
+        self._tracks: dict[int, _Track] = {}
         self._optimizers: list[weakref.ref[Any]] | None = None
         self._missing: MissingGradients | None = None
+        self._lost: LostGradients | None = None
         self._depth: DepthProfile | None = None
         self._backwards = 0
         self._graphless = False
+        self._overflowing: dict[str, float] = {}
         self._zero_ends: dict[int, tuple[Observation, int]] = {}
 
-    def _new_track(self) -> NormTrack:
+    def _new_track(self) -> _Track:
         history = RobustHistory(
             window=self._window, least=self._least, sigmas=self._sigmas, adopt_after=self._adopt_after
         )
         clipping = Clipping(window=self._clip_window, share=self._clip_share, ratio=self._clip_ratio)
-        return NormTrack(history, clipping, longest_streak=self._adopt_after)
+        return _Track(history, clipping, longest_streak=self._adopt_after)
 
     def attach(self, watch: Watch) -> None:
         super().attach(watch)
@@ -110,19 +120,25 @@ class GradNormMonitor(Guard):
             # Another run: its usual level is not known yet.
             self._tracks.clear()
         self._missing = MissingGradients(watch, first=self._missing_after, patience=self._conditional_after)
+        self._missing.open()
+        self._lost = LostGradients(watch, patience=self._conditional_after)
         self._depth = DepthProfile(watch, limit=self._depth_limit, steps=self._depth_steps)
 
     def detach(self) -> None:
-        if self._missing is not None:
-            self._missing.close()
-        self._missing = self._depth = None
+        for each in (self._missing, self._lost):
+            if each is not None:
+                each.close()
+        self._missing = self._lost = self._depth = None
+        self._overflowing = {}
         super().detach()
 
     def before_backward(self, loss: Tensor) -> None:
         # Two attributes of the tensor: nothing is read. A leaf has no graph.
         if loss.is_leaf and loss.requires_grad and self._ours(loss):
             self._graphless = True
-            self.watch.submit(norm_findings.no_graph(str(tuple(loss.shape)), self.watch.step))
+            self.watch.submit(findings.no_graph(str(tuple(loss.shape)), self.watch.step))
+        if self._lost is not None:
+            self._lost.before_backward(loss)
 
     def _ours(self, loss: Tensor) -> bool:
         """Whether a loss without a graph was meant for this model: the model ran, could learn, and is stepped."""
@@ -132,74 +148,74 @@ class GradNormMonitor(Guard):
 
     def after_backward(self) -> None:
         self._backwards += 1
+        measured = self.watch.grad_norms
+        # Before clipping: dividing by an infinite norm makes every gradient zero.
+        if self.watch.immediate and not self.watch.scaling and measured is not None and math.inf in measured.norms:
+            self._overflowing = self._exact(dict(zip(measured.names, measured.norms, strict=True)))
 
-    def judge(self, seen: Observation) -> Iterable[Finding]:
+    def _exact(self, norms: Mapping[str, float | None]) -> dict[str, float]:
+        """The exact norms of the gradients whose norm is inf, if all elements are finite. Reads the device."""
+        exact: dict[str, float] = {}
+        for name in [name for name, norm in norms.items() if norm == math.inf]:
+            grad = self.watch.tracked[name].grad
+            if grad is None or describe(grad) is not None:
+                return {}
+            exact[name] = exact_norm(grad)
+        return exact
+
+    def judge(self, seen: Observation) -> Iterator[Finding]:
         if seen.skipped or seen.evaluation:
-            return ()
+            return
         track = self._tracks.get(seen.optimizer)
         if track is None:
             track = self._tracks[seen.optimizer] = self._new_track()
-        if not self._is_usual(track, seen):
-            return self._judge(track, seen)
-        return () if track.scaling.told else track.clipping.judge(seen)
-
-    def _is_usual(self, track: NormTrack, seen: Observation) -> bool:
-        """Whether only clipping needs a look in this step: it is then counted. Nearly all steps are, after the first.
-
-        Tests what `_judge` does, in the same order; of one that is not usual nothing is counted here.
-        """
-        readings, norm = seen.readings, seen.grad_norm
-        if readings.get("grads_uncleared") or track.scaling.concerns(seen) or self._zero_ends:
-            return False
-        if self._depth is not None or not (self._missing is None or self._missing.settled(seen.optimizer)):
-            return False
-        if not norm or not seen.grad_norm_clipped or not norm <= self._warn_above:
-            return False
-        if not readings.get("backwards", self._backwards - track.backwards):
-            return False
-        factor = track.history.usual(norm, high=self._spike, low=self._vanish)
-        if not factor:
-            return False
-        track.backwards, track.zeros, track.empty, track.factor = self._backwards, 0, 0, factor
-        track.take_loss(seen.loss)
-        return True
-
-    def _judge(self, track: NormTrack, seen: Observation) -> Iterator[Finding]:
         # Zeros that were not cleared are no harm: a zero_grad() in the wrong place is told below. What the version
         # counters suspect must have been there: gradients cleared through .data look uncleared to them.
         uncleared = seen.readings.get("grads_uncleared", 0)
         if uncleared >= _UNCLEARED and seen.readings.get("grads_left") and seen.grad_norm_clipped:
-            yield norm_findings.uncleared(seen, uncleared)
-        # Of what follows, most is over after the first steps or concerns few loops: those are not called in vain.
-        if track.scaling.concerns(seen):
-            yield from track.scaling.judge(seen)
-        # Those of a light step are not counted here: it has one.
-        backwards, track.backwards = seen.readings.get("backwards", self._backwards - track.backwards), self._backwards
+            yield findings.uncleared(seen, uncleared)
+        yield from track.scaling.judge(seen)
+        backwards, track.backwards = self._backwards - track.backwards, self._backwards
         if self._missing is not None and not self._missing.settled(seen.optimizer):
-            # Which modules ran can only be asked at once.
-            self.watch.pace.doubt(2)
             yield from self._missing.judge(seen)
+        if self._lost is not None:
+            yield from self._lost.judge(seen)
         norm = seen.grad_norm
+        if norm == math.inf:
+            yield from self._judge_overflow(track, seen)
         if not norm or not seen.grad_norm_clipped or (not backwards and self._without_gradients(seen.optimizer)):
             yield from self._judge_nothing(track, seen, backwards)
             return
         track.zeros = track.empty = 0
         self._zero_ends.clear()
-        # Non-finite norms belong to FiniteGuard; here they only must not enter a history.
+        # Non-finite norms must not enter a history.
         if norm < math.inf:
+            track.overflows = False
             yield from self._judge_level(track, seen, norm)
             if self._depth is not None:
                 yield from self._depth.judge(seen)
                 if self._depth.finished:
                     self._depth = None
-            if not track.scaling.told:
+            if not track.scaling.reported:
                 yield from track.clipping.judge(seen)
+
+    def _judge_overflow(self, track: _Track, seen: Observation) -> Iterator[Finding]:
+        """A norm of inf over finite elements; gradients that are not finite themselves belong to FiniteGuard."""
+        exact, self._overflowing = self._overflowing, {}
+        if self._watch is not None and not self.watch.immediate:
+            exact = self._exact(seen.grad_norms)
+            if any(0.0 < norm < _SQUARES_FIT for norm in exact.values()):
+                # It was the GradScaler's scale that made them so large, or something has cut them down since.
+                return
+        if exact and not track.overflows:
+            track.overflows = True
+            yield findings.overflowing(seen, exact)
 
     def _without_gradients(self, index: int) -> bool:
         """Whether nothing is there to apply, whatever was measured after an earlier backward; reads no values."""
         return self._watch is not None and all(p.grad is None for p in self.watch.held_by(index).values())
 
-    def _judge_nothing(self, track: NormTrack, seen: Observation, backwards: int) -> Iterator[Finding]:
+    def _judge_nothing(self, track: _Track, seen: Observation, backwards: int) -> Iterator[Finding]:
         # LoopOrder names the clipping limit that takes every gradient away.
         track.clipped_away = track.clipped_away or "clipped_away" in seen.readings
         if track.clipped_away:
@@ -210,17 +226,17 @@ class GradNormMonitor(Guard):
         if track.zeros and (track.zeros == patience or seen.loss):
             self._zero_ends.pop(seen.optimizer, None)
             dwindled = bool(track.losses) and track.memorised(track.losses[-1])
-            yield norm_findings.zero_norm(seen, track.zeros, trained=track.trained, dwindled=dwindled)
+            yield findings.zero_norm(seen, track.zeros, trained=track.trained, dwindled=dwindled)
         elif track.zeros and track.zeros < patience and not track.trained:
             self._zero_ends[seen.optimizer] = (seen, track.zeros)
         elif track.empty == _IN_A_ROW and not self._graphless:
             held = sum(parameter.requires_grad for parameter in self.watch.held_by(seen.optimizer).values())
             if held:
-                yield norm_findings.nothing_to_apply(seen, track.empty, held, backwards)
+                yield findings.nothing_to_apply(seen, track.empty, held, backwards)
 
-    def _judge_level(self, track: NormTrack, seen: Observation, norm: float) -> Iterator[Finding]:
+    def _judge_level(self, track: _Track, seen: Observation, norm: float) -> Iterator[Finding]:
         if norm > self._warn_above:
-            yield norm_findings.above_limit(seen, self._warn_above)
+            yield findings.above_limit(seen, self._warn_above)
         track.take_loss(seen.loss)
         standing: Standing | None = track.history.take(norm, high=self._spike, low=self._vanish)
         if standing is None:
@@ -231,9 +247,9 @@ class GradNormMonitor(Guard):
             return
         if standing.side == "high":
             memorised = track.memorised(seen.loss)
-            yield norm_findings.too_high(seen, standing, self._spike, memorised=memorised, sudden=sudden)
+            yield findings.too_high(seen, standing, self._spike, memorised=memorised, sudden=sudden)
         elif standing.streak >= self._vanish_steps and track.loss_stalled(standing.streak):
-            yield norm_findings.too_low(seen, standing, track.loss_before(standing.streak))
+            yield findings.too_low(seen, standing, track.loss_before(standing.streak))
 
     def finish(self) -> Iterator[Finding]:
         """Tell what a short run left no time for."""
@@ -241,7 +257,7 @@ class GradNormMonitor(Guard):
             yield from self._missing.finish()
         for seen, zeros in self._zero_ends.values():
             if zeros >= _IN_A_ROW:
-                yield norm_findings.zero_norm(seen, zeros, trained=False)
+                yield findings.zero_norm(seen, zeros, trained=False)
 
     def state_dict(self) -> dict[str, Any]:
         return {"tracks": {str(index): track.state_dict() for index, track in self._tracks.items()}}
@@ -253,6 +269,92 @@ class GradNormMonitor(Guard):
             track = self._tracks[int(index)] = self._new_track()
             track.backwards = self._backwards
             track.load_state_dict(saved)
+
+
+class _Track:
+    """Bounded memory of one optimizer: usual norms, losses, clipping, steps with nothing to apply.
+
+    `zeros` and `empty` count steps in a row, `backwards` calls seen before; `factor` is that of the newest norm.
+    """
+
+    def __init__(self, history: RobustHistory, clipping: Clipping, *, longest_streak: int) -> None:
+        self.history = history
+        self.clipping = clipping
+        self.scaling = Scaling()
+        self.losses: deque[float | None] = deque(maxlen=_REFERENCE + longest_streak)
+        self.first_loss: float | None = None
+        self.zeros = 0
+        self.empty = 0
+        self.backwards = 0
+        self.clipped_away = self.overflows = False
+        self.factor = 1.0
+
+    @property
+    def trained(self) -> bool:
+        """Whether there was a loss other than 0 that had a gradient."""
+        return bool(self.first_loss) or any(self.losses)
+
+    def sudden(self, factor: float) -> bool:
+        """Whether norm and loss jumped in this one step, out of a calm level; `factor` is that of the norm now.
+
+        Too large a learning rate makes both climb from step to step; one odd batch does not announce itself.
+        """
+        before, self.factor = self.factor, factor
+        known = [loss for loss in list(self.losses)[-_RECENT:] if loss is not None]
+        if before >= _CLIMBING or len(known) < _RECENT or known[-2] > _CLIMBING * quantile(known[:-1], 0.5):
+            return False
+        return known[-1] > _LOSS_JUMP * max(known[:-1]) > 0.0
+
+    def take_loss(self, loss: float | None) -> None:
+        """Note the loss of a step whose norm is finite."""
+        self.losses.append(loss)
+        if self.first_loss is None:
+            self.first_loss = loss
+
+    def memorised(self, loss: float | None) -> bool:
+        """Whether the loss is nearly gone against the first one: norms are tiny and jumpy there, and do no harm."""
+        return loss is not None and self.first_loss is not None and 0.0 <= loss < _GONE * self.first_loss
+
+    def count_nothing(self, seen: Observation) -> None:
+        """Note a step that has nothing to apply: a gradient of exact zeros, or none."""
+        if seen.grad_norm == 0.0:
+            self.zeros, self.empty = self.zeros + 1, 0
+        else:
+            self.zeros, self.empty = 0, self.empty + 1
+
+    def loss_before(self, streak: int) -> float | None:
+        """The last loss before the last `streak` steps."""
+        return self.losses[-streak - 1] if len(self.losses) > streak else None
+
+    def loss_stalled(self, streak: int) -> bool:
+        """Whether the loss of the last steps is no better than before them; False where losses are not known.
+
+        A run that has converged has its lowest losses now. One whose gradient was lost does not: its loss jumps to a
+        worse level, or varies from batch to batch as it did before.
+        """
+        known = [loss for loss in self.losses if loss is not None]
+        if len(known) < len(self.losses) or len(known) < streak + _REFERENCE:
+            return False
+        before = known[-streak - _REFERENCE : -streak]
+        return quantile(known[-min(streak, _RECENT) :], 0.5) > quantile(before, 0.25)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "history": self.history.state_dict(),
+            "clipping": self.clipping.state_dict(),
+            "losses": list(self.losses),
+            "first_loss": self.first_loss,
+            "zeros": self.zeros,
+            "empty": self.empty,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.history.load_state_dict(state["history"])
+        self.clipping.load_state_dict(state["clipping"])
+        self.losses.clear()
+        self.losses.extend(state["losses"])
+        self.first_loss = state["first_loss"]
+        self.zeros, self.empty = int(state["zeros"]), int(state["empty"])
 
 
 def _check(holds: bool, name: str, given: object, expected: str) -> None:

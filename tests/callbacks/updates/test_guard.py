@@ -12,9 +12,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt_guard.callbacks.base import Guard
-from gpt_guard.callbacks.updates.param_delta import ParamDeltaProbe
-from gpt_guard.callbacks.updates.param_sample import sample_view
-from gpt_guard.callbacks.updates.update_ratio import RatioWatch
+from gpt_guard.callbacks.updates.guard import ParamDeltaProbe
+from gpt_guard.callbacks.updates.ratio import RatioBounds, RatioWatch
+from gpt_guard.callbacks.updates.sampling import sample_view
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.guardian import Guardian
 from gpt_guard.records import Finding, Moment, Observation
@@ -408,7 +408,7 @@ def test_steps_as_large_as_the_weights(lr: float, expected: list[str]) -> None:
 
 def test_a_quarter_is_judged_with_its_own_bound_while_the_loss_rises() -> None:
     def judge(losses: list[float], ratio: float) -> list[Finding]:
-        watch = RatioWatch(1.0, 1e-7, 10)
+        watch = RatioWatch(RatioBounds(1.0, 1e-7, 10))
         each = (
             Observation(step=step, moment=Moment.AFTER_STEP, lr=(0.1,), grad_norm=1.0, loss=loss, update_ratio=ratio)
             for step, loss in enumerate(losses)
@@ -677,8 +677,8 @@ def test_nothing_is_held_after_leaving(error: type[BaseException] | None) -> Non
     assert probe._watch is None
     held = [value for value in vars(probe).values() if isinstance(value, (Tensor, nn.Module))]
     assert not held
-    assert probe._meter is None
-    assert probe._wiring is None
+    assert probe._sampler is None
+    assert probe._ownership is None
     probe.detach()
 
 

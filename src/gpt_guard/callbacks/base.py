@@ -28,8 +28,7 @@ class Guard(ABC):
     Guardian calls `attach` on entry and `detach` on every way out; in between `before_backward`, `after_backward`,
     `before_step` and `after_step` run at their moments and may put device scalars into `self.watch.ledger`; `judge`
     runs at the moments in `judged_at` with what the one host read of the step brought. A guard never raises its
-    findings: it yields them. A guard that fails itself is named, switched off, and training goes on. `light`, `late`
-    and `due` make a guard cost less once a loop has shown how it works; leave them, and all runs in each step.
+    findings: it yields them. A guard that fails itself is named, switched off, and training goes on.
 
     Subclasses are checked when they are defined: a method that looks like a misspelt moment, or takes other arguments
     than the contract says, is a TypeError that names both.
@@ -38,12 +37,6 @@ class Guard(ABC):
     judged_at: ClassVar[frozenset[Moment]] = frozenset({Moment.BEFORE_STEP})
     inspects: ClassVar[bool] = False
     """True for a guard that only acts in inspected steps: from two steps after them, no moment of it is called."""
-    light: ClassVar[frozenset[str] | None] = None
-    """The moment methods that run in a light step too (see `Pace`); None for all of them."""
-    late: ClassVar[bool] = False
-    """True for a guard whose `judge` looks at nothing but the observation: those of light steps come up to fifteen
-    steps late, several in a row. Where it has to look at something in time, it calls `watch.pace.doubt()` before the
-    step. False: it is asked whether it is `due`, and where it is not, not called."""
     _watch: Watch | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -81,13 +74,6 @@ class Guard(ABC):
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Runs after `optimizer.step()`; what is put into the ledger here is read under this step's number."""
-
-    def due(self) -> bool:
-        """Runs before a light step whose figures are finite, unless `late`: False if `judge` has nothing to do in it.
-
-        `judge` may follow all the same. A guard that never says False keeps all judging at its step.
-        """
-        return True
 
     @abstractmethod
     def judge(self, seen: Observation) -> Iterable[Finding]:

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 
 Readings = dict[str, Any]
-LATER = "later"
-"""The reading that is a function, and gives further readings when it is called."""
 
 
 class Ledger:

@@ -290,16 +290,12 @@ def _clipped(before: float | None, after: float | None) -> bool | None:
     return after < before * (1.0 - _CLIP_TOLERANCE)
 
 
-def complete(seen: Observation, late: Readings, step_time: float | None) -> Observation:
+def complete(seen: Observation, after: Readings, step_time: float | None) -> Observation:
     """The same observation with what was measured after the step."""
-    # Figures that are worked out when somebody wants to know, for several steps at once.
-    later = late.pop("later", None)
-    if later is not None:
-        late |= later()
     fields = seen.__dict__.copy()
     fields["moment"] = Moment.AFTER_STEP
-    fields["update_ratio"] = late.pop("update_ratio", None)
-    fields["max_update"] = late.pop("max_update", None)
+    fields["update_ratio"] = after.pop("update_ratio", None)
+    fields["max_update"] = after.pop("max_update", None)
     fields["step_time"] = step_time
-    fields["readings"] = late
+    fields["readings"] = after
     return _made_of(fields)

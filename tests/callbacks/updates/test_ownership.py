@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gpt_guard.callbacks.updates.guard import ParamDeltaProbe
+from gpt_guard.callbacks.updates.ownership import only_scales
 from gpt_guard.guardian import Guardian
 from gpt_guard.records import Finding, Severity
 
@@ -286,3 +287,125 @@ def test_evaluation_of_a_frozen_model_is_quiet() -> None:
     with guardian:
         model(torch.randn(8, 4))
     assert list(guardian.findings) == []
+
+
+# One tensor in two places.
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Finding]:
+    return watched(model, optimizer, lambda: regress(model, optimizer, 5))
+
+
+def quartet() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 1))
+
+
+# GG320: twice in the optimizer.
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_parameter_that_stands_twice_in_a_group(tied: bool) -> None:
+    model = quartet()
+    if tied:
+        model[2].weight = model[0].weight
+    optimizer = torch.optim.SGD([*model.parameters(), model.get_parameter("0.weight")], lr=0.01)
+    (found,) = stepped(model, optimizer)
+    assert (found.code, found.step, found.module, found.parameter) == ("GG320", 0, "0", "0.weight")
+    assert ("Tied weights" in found.causes[0]) == tied
+
+
+def test_groups_that_overlap_after_an_append() -> None:
+    model = quartet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [model[3].weight]})
+    (found,) = stepped(model, optimizer)
+    assert (found.code, found.parameter) == ("GG320", "3.weight")
+    assert "Two filters" in found.causes[0]
+
+
+def test_tied_weights_given_once_are_quiet() -> None:
+    model = quartet()
+    model[2].weight = model[0].weight
+    assert stepped(model, torch.optim.SGD(model.parameters(), lr=0.01)) == []
+
+
+# GG306: frozen, on the storage of what is trained.
+
+
+def teacher(copy: Any) -> nn.Module:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.student, self.teacher, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+            self.teacher.requires_grad_(False)
+            self.teacher.weight.data = copy(self.student.weight.data)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.out(self.teacher(self.student(x)).tanh())
+            return y
+
+    return Pair()
+
+
+def test_a_frozen_parameter_on_the_storage_of_a_trained_one() -> None:
+    model = teacher(lambda values: values)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    (found,) = stepped(model, optimizer)
+    assert (found.code, found.module, found.parameter) == ("GG306", "teacher", "teacher.weight")
+    assert "`student.weight`" in found.seen
+    assert found.causes[0].startswith("It shares its storage")
+
+
+def test_a_frozen_copy_is_quiet() -> None:
+    model = teacher(torch.clone)
+    assert stepped(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)) == []
+
+
+def test_views_of_one_storage_that_do_not_overlap_are_quiet() -> None:
+    flat = torch.randn(2, 16)
+    model = teacher(torch.clone)
+    for name, values in zip(("student.weight", "teacher.weight"), flat, strict=True):
+        model.get_parameter(name).data = values.view(4, 4)
+    assert stepped(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)) == []
+
+
+# A model of which biases and scales alone are trained: worth knowing, and told once.
+
+
+def trained_alone(trains: Callable[[str], bool], guard: ParamDeltaProbe | None = None) -> list[Finding]:
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trains(name))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Guardian(model, optimizer, guards=[guard or ParamDeltaProbe()], sinks=[]) as guardian:
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+    return list(guardian.findings)
+
+
+@pytest.mark.parametrize("trains", [lambda name: name.startswith("1"), lambda name: name.endswith("bias")])
+def test_it_is_noted_once_with_what_is_frozen(trains: Callable[[str], bool]) -> None:
+    guard = ParamDeltaProbe()
+    (found,) = trained_alone(trains, guard)
+    assert (found.code, found.severity, found.step, found.parameter) == ("GG310", Severity.INFO, 0, "2.weight")
+    assert "All 2 weight matrices of the model are frozen" in found.seen
+    assert "froze more than was meant" in found.causes[0]
+    again = ParamDeltaProbe()
+    again.load_state_dict(guard.state_dict())
+    assert trained_alone(trains, again) == []
+
+
+def test_one_matrix_is_said_in_the_singular() -> None:
+    model = {"weight": torch.zeros(2, 2), "bias": torch.zeros(2, requires_grad=True)}
+    (found,) = only_scales(model, 0)
+    assert found.seen.endswith("Its only weight matrix is frozen (`weight`).")
+
+
+@pytest.mark.parametrize(
+    "trains", [lambda name: True, lambda name: name.startswith("2"), lambda name: name == "0.weight"]
+)
+def test_where_a_matrix_trains_nothing_is_said(trains: Callable[[str], bool]) -> None:
+    assert trained_alone(trains) == []

@@ -16,7 +16,7 @@ from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.settings import check_types
 from gpt_guard.catalogue import finding
 from gpt_guard.errors import GuardUsageError
-from gpt_guard.hooks.copies import Uncopiable
+from gpt_guard.hooks.copies import HookSet
 from gpt_guard.hooks.module_hooks import ModuleHooks
 from gpt_guard.hooks.output_hooks import Hook
 from gpt_guard.hooks.tensors import readable, walk, watchable
@@ -213,19 +213,17 @@ class Extremes:
 
     def __init__(self, tap: ModuleHooks) -> None:
         self._tap = tap
-        self._handles: list[Any] = []
+        self._hooks = HookSet()
         self._found: dict[int, tuple[torch.dtype, Tensor]] = {}
 
     def open(self) -> None:
         """Begin to measure."""
         for index, module in enumerate(self._tap.modules):
-            hook = _Look(self._tap, index, module, self)
-            self._handles.append(Uncopiable(module.register_forward_hook(hook)))
+            self._hooks.after_forward(module, _Look(self._tap, index, module, self))
 
     def close(self) -> None:
         """Take the hooks away; may run twice."""
-        while self._handles:
-            self._handles.pop().remove()
+        self._hooks.close()
         self._found.clear()
 
     @torch.no_grad()

@@ -15,7 +15,8 @@ from gpt_guard.callbacks.gradients import findings
 from gpt_guard.callbacks.gradients.clipping import Clipping, Scaling
 from gpt_guard.callbacks.gradients.depth import DepthProfile
 from gpt_guard.callbacks.gradients.level import RobustHistory, Standing, quantile
-from gpt_guard.callbacks.gradients.missing import LostGradients, MissingGradients
+from gpt_guard.callbacks.gradients.lost import LostGradients
+from gpt_guard.callbacks.gradients.missing import MissingGradients
 from gpt_guard.callbacks.settings import check_types
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.gradients import exact_norm

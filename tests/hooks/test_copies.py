@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
 
 from gpt_guard import Guardian
-from gpt_guard.hooks.copies import Uncopiable
+from gpt_guard.hooks.copies import HookSet, Uncopied
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 _DICTS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
@@ -60,6 +60,11 @@ def needs(thing: Any) -> set[str]:
 
 def double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return output * 2
+
+
+class Doubled(Uncopied):
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return double(module, args, output)
 
 
 def shifted(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -134,20 +139,20 @@ def test_torchscript_of_a_watched_model_and_of_its_copy(model: nn.Sequential) ->
 
 
 def test_other_dictionaries_are_copied_as_ever_meanwhile() -> None:
-    layer = nn.Linear(2, 2)
-    handle = Uncopiable(layer.register_forward_hook(double))
+    layer, hooks = nn.Linear(2, 2), HookSet()
+    hooks.after_forward(layer, Doubled())
     plain: OrderedDict[str, Any] = OrderedDict(b=1, a=[2])
     vars(plain)["_metadata"] = {"version": 2}
     for twin in (copy.deepcopy(plain), pickle.loads(pickle.dumps(plain))):
         assert list(twin.items()) == [("b", 1), ("a", [2])]
         assert vars(twin) == {"_metadata": {"version": 2}}
-    handle.remove()
-    handle.remove()
+    hooks.close()
+    hooks.close()
     assert not layer._forward_hooks
 
 
 def test_a_reducer_of_somebody_else_goes_on_working() -> None:
-    layer, seen = nn.Linear(2, 2), []
+    layer, hooks, seen = nn.Linear(2, 2), HookSet(), []
 
     def reducer(value: Any) -> Any:
         seen.append(dict(value))
@@ -155,10 +160,10 @@ def test_a_reducer_of_somebody_else_goes_on_working() -> None:
 
     copyreg.pickle(OrderedDict, reducer)
     try:
-        handle = Uncopiable(layer.register_forward_hook(double))
+        hooks.after_forward(layer, Doubled())
         assert not copy.deepcopy(layer)._forward_hooks
         assert seen
-        handle.remove()
+        hooks.close()
         assert copyreg.dispatch_table[OrderedDict] is reducer
     finally:
         del copyreg.dispatch_table[OrderedDict]

@@ -97,25 +97,6 @@ class _Ours:
         return shown.__reduce__() if self._earlier is None else self._earlier(shown)
 
 
-class Uncopiable:
-    """The handle of a hook that copies leave out while it is in place."""
-
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-        self._held: list[int] = []
-        for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
-            held = reference()
-            if held is not None:
-                self._held.append(id(held))
-                _OURS.add(held, handle.id)
-
-    def remove(self) -> None:
-        """Take the hook away; may run twice."""
-        self._handle.remove()
-        while self._held:
-            _OURS.remove(self._held.pop(), self._handle.id)
-
-
 class HookSet:
     """Hooks that one owner puts on modules and optimizers, and takes away again; copies leave them out.
 

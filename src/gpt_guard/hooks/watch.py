@@ -17,7 +17,6 @@ from gpt_guard.hooks.inspection import Inspection
 from gpt_guard.hooks.ledger import Ledger
 from gpt_guard.hooks.modes import ModeLog
 from gpt_guard.hooks.module_hooks import ModuleHooks
-from gpt_guard.hooks.pace import Pace
 from gpt_guard.hooks.versions import ParameterVersions
 from gpt_guard.records import Finding, SourceLine
 
@@ -60,7 +59,6 @@ class Watch:
         self.calls = CallRecord(model, lambda: (tap.calls, self.step, self.micro_batch))
         self.capture = NoCapture()
         self.modes = ModeLog(model)
-        self.pace = Pace(light=False)
         self.ledger = Ledger()
         self.submit = submit
         self.step = 0
@@ -81,8 +79,6 @@ class Watch:
         self.extra: dict[str, Tensor] = {}
         self.versions = ParameterVersions(self.parameters)
         self.forward_begins: list[Callable[[], None]] = []
-        self.full_forwards = self.forward_begins
-        self.settle: Callable[[], None] = lambda: None
         self.forward_ended: list[Callable[[Any], None]] = []
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._held: list[dict[str, Tensor]] = []

@@ -134,32 +134,3 @@ def test_middle_and_quantile() -> None:
     assert middle([1.0, 2.0]) == 1.5
     assert quantile([3.0, 1.0, 2.0, 4.0], 0.25) == 2.0
     assert quantile([5.0], 1.0) == 5.0
-
-
-def test_the_short_way_of_a_usual_value_leaves_the_same_behind() -> None:
-    draw = random.Random(7)
-    one, other = RobustHistory(window=30), RobustHistory(window=30)
-    values = [draw.lognormvariate(0.0, 0.5) for _ in range(200)]
-    for place, wild in {90: 1e4, 91: 1e4, 120: 1e-5, 121: math.nan, 122: 0.0, 123: -1.0, 124: math.inf}.items():
-        values[place] = wild
-    values[150:180] = [1e3 * value for value in values[150:180]]
-    short = 0
-    for value in values:
-        standing = one.take(value, high=10.0, low=1e-3)
-        factor = other.usual(value, high=10.0, low=1e-3)
-        if factor:
-            short += 1
-            assert standing is not None
-            assert (standing.side, standing.factor) == ("usual", factor)
-        else:
-            assert other.take(value, high=10.0, low=1e-3) == standing
-        assert one.state_dict() == other.state_dict()
-    assert short > 100
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 0.0, 50.0, 1e-5])
-def test_the_short_way_takes_no_other_value(value: float) -> None:
-    history = filled()
-    before = history.state_dict()
-    assert history.usual(value, high=10.0, low=1e-3) == 0.0
-    assert history.state_dict() == before

@@ -67,27 +67,6 @@ class RobustHistory:
         """Median of the usual values; NaN while there is none."""
         return math.exp(middle(self._sorted)) if self._sorted else math.nan
 
-    def usual(self, value: float, *, high: float = math.inf, low: float = 0.0) -> float:
-        """Let a value enter that is within both factors of the median, and give its own; 0 for one `take` must judge.
-
-        That is what `take` does with nearly every value, without its words.
-        """
-        known, recent = self._sorted, self._recent
-        count = len(known)
-        if count < self.least or self._outliers or not 0.0 < value < math.inf:
-            return 0.0
-        log = math.log(value)
-        half = count // 2
-        center = known[half] if count % 2 else 0.5 * (known[half - 1] + known[half])
-        factor = math.exp(min(log - center, 700.0))
-        if not low < factor < high:
-            return 0.0
-        if count == recent.maxlen:
-            del known[bisect_left(known, recent[0])]
-        recent.append(log)
-        insort(known, log)
-        return factor
-
     def take(self, value: float, *, high: float = math.inf, low: float = 0.0) -> Standing | None:
         """Judge a value against the history, and let it enter if it is usual.
 

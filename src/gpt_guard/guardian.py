@@ -18,7 +18,7 @@ from gpt_guard.callbacks.defaults import default_guards
 from gpt_guard.callbacks.finite.microscope import Microscope
 from gpt_guard.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
 from gpt_guard.errors import GuardUsageError
-from gpt_guard.hooks.evaluation import evaluation_mode
+from gpt_guard.hooks.modes import evaluation_mode
 from gpt_guard.records import Finding, Observation, Report
 from gpt_guard.replaying.recipe import ReplayOutcome
 from gpt_guard.replaying.service import Replayer

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from gpt_guard.catalogue import finding
 from gpt_guard.errors import GuardUsageError, error_for
-from gpt_guard.hooks.frames import user_line
-from gpt_guard.hooks.source_lines import function_line
+from gpt_guard.hooks.frames import function_line, user_line
 from gpt_guard.hooks.tensors import describe, walk, watchable
 from gpt_guard.records import Finding, Moment, Severity, SourceLine
 from gpt_guard.runtime.described import Described, describe_features, described, features_of

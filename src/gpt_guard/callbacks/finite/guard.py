@@ -22,9 +22,9 @@ from gpt_guard.hooks.autograd_graph.reach import reaches
 from gpt_guard.hooks.copies import HookSet, Uncopied
 from gpt_guard.hooks.frames import caller_line, user_line
 from gpt_guard.hooks.output_hooks import is_finite_scalar
-from gpt_guard.hooks.state import StateWatch
 from gpt_guard.hooks.tensors import describe
 from gpt_guard.hooks.watch import Watch
+from gpt_guard.hooks.weights import StateWatch
 from gpt_guard.records import Finding, Moment, Observation
 
 

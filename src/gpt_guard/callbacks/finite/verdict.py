@@ -19,9 +19,9 @@ from gpt_guard.hooks.autograd_graph.explain import explain
 from gpt_guard.hooks.autograd_graph.half import no_half
 from gpt_guard.hooks.frames import user_line
 from gpt_guard.hooks.output_hooks import measure
-from gpt_guard.hooks.state import StateWatch
 from gpt_guard.hooks.tensors import looks_bad, walk
 from gpt_guard.hooks.watch import Watch
+from gpt_guard.hooks.weights import StateWatch
 from gpt_guard.records import Finding, Moment, Observation
 
 

@@ -22,8 +22,6 @@ CROWDED: frozenset[str] = frozenset({"callbacks/updates"})
 NAMED_TWICE: frozenset[str] = frozenset({"Change", "Subject"})
 OLD_WORDS: frozenset[str] = frozenset(
     {
-        "src/gpt_guard/hooks/autograd_graph/reach.py",
-        "tests/hooks/autograd_graph/test_reach.py",
         "tests/runtime/test_aftermath.py",
         "tests/runtime/test_roster.py",
         "tests/runtime/test_unseen.py",

@@ -15,8 +15,8 @@ from gpt_guard.callbacks.finite.forward_findings import GUARD, graph_shows, modu
 from gpt_guard.callbacks.finite.state_findings import bad_before
 from gpt_guard.callbacks.updates.findings import listed
 from gpt_guard.catalogue import finding
-from gpt_guard.hooks.autograd_graph.explain import Operation, explain
-from gpt_guard.hooks.autograd_graph.reach import Labels, labels_of, operations
+from gpt_guard.hooks.autograd_graph.explain import Labels, Operation, explain, labels_of
+from gpt_guard.hooks.autograd_graph.nodes import operations
 from gpt_guard.hooks.tensors import walk
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.hooks.weights import StateWatch, bad_state

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gpt_guard.callbacks.gradients.calls import CallLog
 from gpt_guard.catalogue import finding
-from gpt_guard.hooks.autograd_graph.reach import leaves
+from gpt_guard.hooks.autograd_graph.nodes import leaves
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Observation, Severity
 

@@ -18,20 +18,18 @@ from gpt_guard.callbacks.defaults import default_guards
 from gpt_guard.callbacks.finite.microscope import Microscope
 from gpt_guard.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
 from gpt_guard.errors import GuardUsageError
-from gpt_guard.hooks.evaluation import evaluation_mode
+from gpt_guard.hooks.modes import evaluation_mode
 from gpt_guard.records import Finding, Observation, Report
 from gpt_guard.replaying.recipe import ReplayOutcome
 from gpt_guard.replaying.service import Replayer
 from gpt_guard.runtime import arguments
+from gpt_guard.runtime.data_stages import Staged
 from gpt_guard.runtime.dispatch import Dispatch
 from gpt_guard.runtime.policy import Policy, Rules
-from gpt_guard.runtime.progress import Progress
+from gpt_guard.runtime.progress import Progress, stamp_of, state_of, take_back
 from gpt_guard.runtime.reporting import header, make_report
-from gpt_guard.runtime.resuming import stamp_of, state_of, take_back
 from gpt_guard.runtime.session import Session
-from gpt_guard.runtime.staging import Staged
-from gpt_guard.runtime.subject import Subject
-from gpt_guard.runtime.unentered import NEVER_ENTERED, warn_if_trained
+from gpt_guard.runtime.watched import NEVER_ENTERED, Watched, warn_if_trained
 from gpt_guard.sinks.base import Sink
 from gpt_guard.sinks.console import ConsoleSink
 from gpt_guard.sinks.files import JsonlSink, with_report
@@ -96,16 +94,16 @@ class Guardian(Staged):
         replay: bool | float = True,
         bundle_limit_mb: float = 2048,
     ) -> None:
-        self._subject = Subject(model, optimizer, scheduler, scaler)
+        self._watched = Watched(model, optimizer, scheduler, scaler)
         self._reads = arguments.checked_reads(reads)
         self._inspect = arguments.checked_inspect(inspect_steps, inspect_every)
         self._run_dir = folder = arguments.checked_folder(run_dir)
         self._belongings = arguments.checked_belongings(tokenizer, config)
         self.guards = arguments.all_guards(default_guards(**self._belongings) if guards is None else guards)
-        self._progress = Progress(arguments.checked_start(start_step), self._subject.count)
+        self._progress = Progress(arguments.checked_start(start_step), self._watched.count)
         outputs: list[Sink] = [ConsoleSink(summary=summary)] if sinks is None else arguments.checked_sinks(sinks)
         self._replayer = again = Replayer(arguments.checked_replay(replay))
-        box = BlackBox(folder, self._subject.alive, again.recipe_for, self.report, bundle_limit_mb)
+        box = BlackBox(folder, self._watched.alive, again.recipe_for, self.report, bundle_limit_mb)
         outputs += [] if folder is None else [*with_report(JsonlSink(folder)), box]
         self._dispatch = Dispatch(Policy(policy, strict=strict), outputs, self._progress, again.enrich, box.note)
         self._session: Session | None = None
@@ -123,7 +121,7 @@ class Guardian(Staged):
         """Begin to watch; for a notebook, where a `with` would span cells. Raises as entering would."""
         if self._session is not None:
             raise GuardUsageError("this Guardian is already watching: stop() it first, or leave the `with` around it")
-        model, optimizers = self._subject.alive()
+        model, optimizers = self._watched.alive()
         self._unentered.detach()
         self._dispatch.quiet = False
         try:
@@ -136,13 +134,13 @@ class Guardian(Staged):
                 self._progress,
                 immediate=arguments.reads_at_once(self._reads, model),
                 **self._inspect,
-                scheduler=self._subject.scheduler(),
-                scaler=self._subject.scaler(),
+                scheduler=self._watched.scheduler(),
+                scaler=self._watched.scaler(),
                 run_dir=self._run_dir,
                 replayer=self._replayer,
             )
             # One that is dropped while it watches, as in a notebook, takes itself off.
-            rest = self._subject.model, self.guards, self._dispatch, self._progress
+            rest = self._watched.model, self.guards, self._dispatch, self._progress
             self._dropped = weakref.finalize(self, _take_off, self._session, *rest)
             self._dropped.atexit = False
             self._session.open()
@@ -199,7 +197,7 @@ class Guardian(Staged):
             self._session.note_cost()
         unseen = self._session.blind_spots() if self._session is not None else self._not_watched
         unseen = [*unseen, *self._dispatch.blind_spots()]
-        return make_report(self._subject.model(), self.guards, self._dispatch, self._progress, unseen)
+        return make_report(self._watched.model(), self.guards, self._dispatch, self._progress, unseen)
 
     def log(self, **metrics: Any) -> None:
         """Note numbers of your own under the newest step; tensors of one element are read, others a GuardUsageError."""
@@ -210,7 +208,7 @@ class Guardian(Staged):
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
         """Evaluate inside, in eval mode and no-grad; each module gets its own mode back. Needs no active Guardian."""
-        model, _ = self._subject.alive()
+        model, _ = self._watched.alive()
         with evaluation_mode(model, self._session.watch if self._session is not None else None):
             yield model
 
@@ -237,7 +235,7 @@ class Guardian(Staged):
         return loaded
 
     def _parts(self) -> dict[str, Any]:
-        return {**self._subject.parts(), "on_finding": self._dispatch.submit, **stamp_of(self.guards, self._belongings)}
+        return {**self._watched.parts(), "on_finding": self._dispatch.submit, **stamp_of(self.guards, self._belongings)}
 
     def inspect_now(self, steps: int = 1) -> Microscope:
         """Look hard at the next `steps` optimizer steps, as at the first ones: they cost more, and change nothing.

@@ -11,7 +11,7 @@ from torch import nn
 
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.guardian import Guardian
-from gpt_guard.hooks.evaluation import evaluation_mode
+from gpt_guard.hooks.modes import evaluation_mode
 from gpt_guard.records import Finding, Moment, Observation
 
 

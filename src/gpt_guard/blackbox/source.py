@@ -20,7 +20,7 @@ from gpt_guard.blackbox.code import UNKNOWN, code_files, digests, home_of, is_ow
 from gpt_guard.blackbox.stored import plain_path
 from gpt_guard.checkpoint.belongs import model_config
 from gpt_guard.checkpoint.fingerprint import unwrap
-from gpt_guard.hooks.surroundings import surroundings
+from gpt_guard.checks.environment.facts import surroundings
 from gpt_guard.records import Record
 from gpt_guard.replaying.isolation import REGISTRIES
 

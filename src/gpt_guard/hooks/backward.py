@@ -30,12 +30,12 @@ class BackwardListener(Protocol):
         """The call raised, or a listener did; clean up, do not raise."""
 
 
-class _Local(threading.local):
+class _BackwardCall(threading.local):
     inside = False
     watcher: Callable[[Any], None] | None = None
 
 
-_LOCAL = _Local()
+_CALL = _BackwardCall()
 _task: Callable[[], int] = torch._C._current_graph_task_id
 
 
@@ -50,22 +50,22 @@ def unnoticed(watcher: Callable[[Any], None] | None = None) -> Iterator[None]:
 
     `watcher` is called with what each is called on, before it, and may raise to stop it.
     """
-    before = _LOCAL.inside, _LOCAL.watcher
-    _LOCAL.inside, _LOCAL.watcher = True, watcher
+    before = _CALL.inside, _CALL.watcher
+    _CALL.inside, _CALL.watcher = True, watcher
     try:
         yield
     finally:
-        _LOCAL.inside, _LOCAL.watcher = before
+        _CALL.inside, _CALL.watcher = before
 
 
 def _around(original: Any, listeners: tuple[BackwardListener, ...], tensors: Any, *args: Any, **kwargs: Any) -> Any:
     # Reentrant checkpointing calls backward inside backward, in autograd's own threads on an accelerator: only the
     # outermost call counts.
-    if _LOCAL.inside or _task() != -1:
-        if _LOCAL.watcher is not None and not in_backward():
-            _LOCAL.watcher(tensors)
+    if _CALL.inside or _task() != -1:
+        if _CALL.watcher is not None and not in_backward():
+            _CALL.watcher(tensors)
         return original(tensors, *args, **kwargs)
-    _LOCAL.inside = True
+    _CALL.inside = True
     try:
         if len(listeners) != 1 or type(tensors) is not Tensor:
             return _tell(original, listeners, tensors, *args, **kwargs)
@@ -83,7 +83,7 @@ def _around(original: Any, listeners: tuple[BackwardListener, ...], tensors: Any
             raise
         return result
     finally:
-        _LOCAL.inside = False
+        _CALL.inside = False
 
 
 def _tell(original: Any, listeners: tuple[BackwardListener, ...], tensors: Any, *args: Any, **kwargs: Any) -> Any:

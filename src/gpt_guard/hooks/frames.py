@@ -5,10 +5,11 @@ Both are exact however modules are shared, stored or called, and cost nothing un
 
 from __future__ import annotations
 
+import functools
 import linecache
 import os
 import sys
-from collections.abc import Container
+from collections.abc import Callable, Container
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -176,3 +177,17 @@ def passed_from_outside(model: nn.Module, tensor: Tensor) -> bool:
             break
         frame = frame.f_back
     return any(found is tensor for names in outside for _, found in walk(names))
+
+
+def function_line(function: Callable[..., Any]) -> SourceLine | None:
+    """The first line of a function, of what a partial or a wrapper calls, or of an object's `__call__`.
+
+    None for what is not written in Python.
+    """
+    while isinstance(function, functools.partial) or hasattr(function, "__wrapped__"):
+        function = function.func if isinstance(function, functools.partial) else function.__wrapped__
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    if code is None:
+        return None
+    text = linecache.getline(code.co_filename, code.co_firstlineno).strip()
+    return SourceLine(file=code.co_filename, line=code.co_firstlineno, function=code.co_name, text=text)

@@ -18,8 +18,17 @@ from torch import Tensor, nn
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.compiled import eager_modules, is_compiled_in_place
 from gpt_guard.hooks.copies import HookSet, Uncopied
-from gpt_guard.hooks.extremes import EntryExtremes, Extremes, ReturnExtremes
-from gpt_guard.hooks.output_hooks import EntryNote, InPlaceInput, OutputTest, ReturnNote, RootBegins, RootEnded
+from gpt_guard.hooks.output_hooks import (
+    EntryExtremes,
+    EntryNote,
+    Extremes,
+    InPlaceInput,
+    OutputTest,
+    ReturnExtremes,
+    ReturnNote,
+    RootBegins,
+    RootEnded,
+)
 
 # Where `module.compile()` puts what is called in the place of the module.
 _COMPILED = "_compiled_call_impl"

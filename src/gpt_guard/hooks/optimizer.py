@@ -11,8 +11,8 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 
 from gpt_guard.errors import GuardUsageError
+from gpt_guard.hooks.compiled import answered_when_traced, around, away, in_one_graph, left_alone, looking
 from gpt_guard.hooks.copies import HookSet, Uncopied
-from gpt_guard.hooks.untraced import answered_when_traced, around, away, in_one_graph, left_alone, looking
 
 _MOST_WRAPPERS = 8
 

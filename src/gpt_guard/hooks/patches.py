@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch.compiler import is_dynamo_compiling
 
-from gpt_guard.hooks.untraced import around, in_one_graph, left_alone, looking
+from gpt_guard.hooks.compiled import around, in_one_graph, left_alone, looking
 
 Wrapper = Callable[..., Any]
 _LOCK = threading.RLock()

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gpt_guard.hooks.autograd_graph.reach import leaves as leaves_of
+from gpt_guard.hooks.autograd_graph.nodes import leaves as leaves_of
 
 # What nn.Module itself keeps in its __dict__: registered tensors and modules, and hooks.
 _REGISTRIES = frozenset(vars(nn.Module()))

@@ -17,7 +17,7 @@ from gpt_guard.hooks.inspection import Inspection
 from gpt_guard.hooks.ledger import Ledger
 from gpt_guard.hooks.modes import ModeLog
 from gpt_guard.hooks.module_hooks import ModuleHooks
-from gpt_guard.hooks.versions import ParameterVersions
+from gpt_guard.hooks.weights import ParameterVersions
 from gpt_guard.records import Finding, SourceLine
 
 

@@ -15,12 +15,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from gpt_guard.hooks.clearings import Clearings
+from gpt_guard.hooks.clearing import Clearings
 from gpt_guard.hooks.gradients import Gradients
-from gpt_guard.hooks.losses import LossScale
 from gpt_guard.hooks.optimizer import innermost, is_part_of_another
-from gpt_guard.hooks.scaler import GradScaler
-from gpt_guard.hooks.scaler_use import ScalerUse
+from gpt_guard.hooks.scaler import GradScaler, LossScale, ScalerUse
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Observation
 from gpt_guard.runtime.blind_spots import BlindSpots

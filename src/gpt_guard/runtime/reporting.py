@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gpt_guard.callbacks.base import Guard
-from gpt_guard.hooks.surroundings import surroundings
+from gpt_guard.checks.environment.facts import surroundings
 from gpt_guard.records import Report
 from gpt_guard.runtime.dispatch import Dispatch
 from gpt_guard.runtime.progress import Progress

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gpt_guard.callbacks.losses.scores import MOST_ROWS, are_log_probabilities, are_probabilities, score_rows
-from gpt_guard.hooks.autograd_graph.origin import is_logistic, name_of, origin
+from gpt_guard.hooks.autograd_graph.nodes import is_logistic, name_of, origin
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gpt_guard import GuardUsageError, LossBalance, loss_balance
 from gpt_guard.callbacks.losses.terms import LossTerm, NamedLoss, may_be_walked, terms_of
-from gpt_guard.hooks.autograd_graph.origin import sequence_of
+from gpt_guard.hooks.autograd_graph.nodes import sequence_of
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

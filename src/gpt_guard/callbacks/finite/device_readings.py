@@ -15,10 +15,10 @@ from gpt_guard.callbacks.finite.first_seen import FirstSeen, Shown, first_seen_o
 from gpt_guard.callbacks.finite.gradient_findings import bad_gradient
 from gpt_guard.callbacks.finite.loss_findings import hidden_from, loss_outside
 from gpt_guard.callbacks.finite.verdict import verdict
-from gpt_guard.hooks.extremes import ForwardExtremes
-from gpt_guard.hooks.state import StateWatch
+from gpt_guard.hooks.output_hooks import ForwardExtremes
 from gpt_guard.hooks.tensors import describe, is_bad
 from gpt_guard.hooks.watch import Watch
+from gpt_guard.hooks.weights import StateWatch
 from gpt_guard.records import Finding, Moment, Observation
 
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
-from gpt_guard.hooks.extremes import ForwardExtremes, TensorPlace
 from gpt_guard.hooks.frames import inside_of, passed_from_outside, running_calls
 from gpt_guard.hooks.module_hooks import ModuleHooks
-from gpt_guard.hooks.state import BadState, bad_state
+from gpt_guard.hooks.output_hooks import ForwardExtremes, TensorPlace
 from gpt_guard.hooks.tensors import describe, looks_bad, version_of, walk
+from gpt_guard.hooks.weights import BadState, bad_state
 from gpt_guard.records import SourceLine, TensorStats
 
 _Bad = tuple[str, TensorStats, Tensor]

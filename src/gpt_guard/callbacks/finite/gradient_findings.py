@@ -10,9 +10,9 @@ from torch import Tensor
 
 from gpt_guard.callbacks.finite.forward_findings import GUARD, amount
 from gpt_guard.catalogue import finding
-from gpt_guard.hooks.autograd_graph.between import Step, between, names_of, suspects
-from gpt_guard.hooks.autograd_graph.half import no_half
-from gpt_guard.hooks.autograd_graph.reach import uses
+from gpt_guard.hooks.autograd_graph.explain import no_half
+from gpt_guard.hooks.autograd_graph.gradient_path import PathStep, names_of, operations_above, suspects
+from gpt_guard.hooks.autograd_graph.nodes import uses
 from gpt_guard.hooks.tensors import describe
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, TensorStats
@@ -115,7 +115,7 @@ def bad_gradient(
     order = "First in backward order" if exact else "Last to return, so most likely first in backward order"
     tensor = watch.tracked[parameter]
     good = [other for name, other in watch.tracked.items() if name not in bad]
-    steps = between(loss, tensor, good) if loss is not None else []
+    steps = operations_above(loss, tensor, good) if loss is not None else []
     there = names_of(steps)
     named = f" Operations between it and the last finite gradient: {', '.join(there[:_LISTED])}." if there else ""
     evidence: dict[str, Any] = {"bad_gradients": [parameter, *others][:_LISTED], "bad_gradient_count": len(bad)}
@@ -138,7 +138,7 @@ def bad_gradient(
     )
 
 
-def _likely(parameter: Tensor, steps: list[Step], *, alone: bool) -> Iterator[str]:
+def _likely(parameter: Tensor, steps: list[PathStep], *, alone: bool) -> Iterator[str]:
     if parameter.dtype is torch.float16:
         yield "half_overflow"
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):

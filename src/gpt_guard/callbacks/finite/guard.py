@@ -18,13 +18,13 @@ from gpt_guard.callbacks.finite.microscope import Microscope
 from gpt_guard.callbacks.finite.state_findings import bad_after_step, changed_outside
 from gpt_guard.callbacks.finite.verdict import AtStep, bad_batch, verdict
 from gpt_guard.callbacks.settings import check_types, patterns
-from gpt_guard.hooks.autograd_graph.reach import reaches
+from gpt_guard.hooks.autograd_graph.nodes import uses_any
 from gpt_guard.hooks.copies import HookSet, Uncopied
 from gpt_guard.hooks.frames import caller_line, user_line
 from gpt_guard.hooks.output_hooks import is_finite_scalar
-from gpt_guard.hooks.state import StateWatch
 from gpt_guard.hooks.tensors import describe
 from gpt_guard.hooks.watch import Watch
+from gpt_guard.hooks.weights import StateWatch
 from gpt_guard.records import Finding, Moment, Observation
 
 
@@ -195,7 +195,7 @@ class FiniteGuard(Guard):
         if not watch.immediate or self._reported.forward or is_finite_scalar(loss):
             return
         stats = describe(loss)
-        if stats is None or not reaches(loss, watch.tracked.values()) or self._explained():
+        if stats is None or not uses_any(loss, watch.tracked.values()) or self._explained():
             return
         self._reported.forward = self._reported.step = True
         here = {**self._here_now(), "moment": Moment.BEFORE_BACKWARD, "evaluation": False}

@@ -15,11 +15,11 @@ from gpt_guard.callbacks.finite.forward_findings import GUARD, graph_shows, modu
 from gpt_guard.callbacks.finite.state_findings import bad_before
 from gpt_guard.callbacks.updates.findings import listed
 from gpt_guard.catalogue import finding
-from gpt_guard.hooks.autograd_graph.explain import Operation, explain
-from gpt_guard.hooks.autograd_graph.reach import Labels, labels_of, operations
-from gpt_guard.hooks.state import StateWatch, bad_state
+from gpt_guard.hooks.autograd_graph.explain import Labels, Operation, explain, labels_of
+from gpt_guard.hooks.autograd_graph.nodes import operations
 from gpt_guard.hooks.tensors import walk
 from gpt_guard.hooks.watch import Watch
+from gpt_guard.hooks.weights import StateWatch, bad_state
 from gpt_guard.records import Finding, TensorStats
 
 # What the graph proves, under the names of this code's causes.
@@ -175,7 +175,7 @@ def _labels_given(watch: Watch) -> Labels | None:
     return None
 
 
-class Hidden(NamedTuple):
+class OutputsNotSeen(NamedTuple):
     """Modules whose outputs were not seen, by path (the empty one is the whole model), and why not, as a sentence."""
 
     paths: list[str]
@@ -204,7 +204,7 @@ def verdict_on_loss(
     yield loss_outside(watch, value, loss, stats, masks, here, diverging=diverging, why=hidden.why if hidden else None)
 
 
-def hidden_from(watch: Watch, *, late: bool = False) -> Hidden | None:
+def hidden_from(watch: Watch, *, late: bool = False) -> OutputsNotSeen | None:
     """What was not seen of the model before this backward; None where its own output was, or those of all its parts.
 
     Of a model that is called itself, the output is what counts: what went wrong inside shows in it. `late`: the
@@ -214,16 +214,16 @@ def hidden_from(watch: Watch, *, late: bool = False) -> Hidden | None:
     compiled = [path for path in tap.inside_compiled if path not in tap.names] + tap.compiled_later
     ignored = [tap.names[index] for index in sorted(tap.ignored)]
     if not tap.watching:
-        return Hidden([""], "Module outputs are not watched, as asked")
+        return OutputsNotSeen([""], "Module outputs are not watched, as asked")
     if "" in compiled:
-        return Hidden([""], "What goes on inside of the model is not seen, since it is compiled in place")
+        return OutputsNotSeen([""], "What goes on inside of the model is not seen, since it is compiled in place")
     if "" in ignored:
-        return Hidden([""], "The model's output is not watched, as asked")
+        return OutputsNotSeen([""], "The model's output is not watched, as asked")
     # A second backward may go through a forward that was seen before the first.
     if not (late or watch.forwards or watch.since_step) and (tap.calls or not tap.order):
-        return Hidden([""], "No call of the model was seen before this backward")
+        return OutputsNotSeen([""], "No call of the model was seen before this backward")
     if not tap.calls and not tap.insides_watched:
-        return Hidden([""], "Only what the model itself returns is watched, as asked, and it was not called")
+        return OutputsNotSeen([""], "Only what the model itself returns is watched, as asked, and it was not called")
     if not tap.calls and (paths := compiled + ignored):
-        return Hidden(paths, f"What goes on inside of {listed(paths)} is not seen")
+        return OutputsNotSeen(paths, f"What goes on inside of {listed(paths)} is not seen")
     return None

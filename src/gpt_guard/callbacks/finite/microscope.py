@@ -86,28 +86,28 @@ class Microscope(Guard):
                 f"Microscope(window={window}) cannot work: a rate takes at least {_LEAST_STEPS} steps"
             )
         self.window = window
-        self._extremes: Extremes | None = None
-        self._measured: Measured | None = None
+        self._ranges: OutputRanges | None = None
+        self._measured: RangesRead | None = None
         self._rows: dict[int, Row] = {}
         self._told = False
 
     def attach(self, watch: Watch) -> None:
         """Hook every module."""
         super().attach(watch)
-        self._extremes = Extremes(watch.tap)
-        self._extremes.open()
+        self._ranges = OutputRanges(watch.tap)
+        self._ranges.open()
 
     def detach(self) -> None:
         """Take the hooks away; the table stays."""
-        if self._extremes is not None:
-            self._extremes.close()
-        self._extremes = self._measured = None
+        if self._ranges is not None:
+            self._ranges.close()
+        self._ranges = self._measured = None
         self._told = False
         super().detach()
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Hand what was measured to the host read that follows."""
-        if self._extremes is not None and (measured := self._extremes.take()) is not None:
+        if self._ranges is not None and (measured := self._ranges.take()) is not None:
             self._measured = measured
             self.watch.ledger.put(_READING, measured.values.reshape(-1))
 
@@ -121,7 +121,7 @@ class Microscope(Guard):
             self._told = True
             yield self._warning(near, seen)
 
-    def _take_in(self, measured: Measured, numbers: list[float]) -> None:
+    def _take_in(self, measured: RangesRead, numbers: list[float]) -> None:
         tap = self.watch.tap
         for place, (index, dtype) in enumerate(zip(measured.modules, measured.dtypes, strict=True)):
             row = self._rows.get(index)
@@ -197,7 +197,7 @@ def _told(row: Row) -> dict[str, Any]:
     }
 
 
-class Measured(NamedTuple):
+class RangesRead(NamedTuple):
     """The modules that were measured, by index, with the dtype of their outputs, and a tensor of shape `[modules, 3]`.
 
     Its columns are minimum, maximum and root mean square, over all outputs and calls of the step.
@@ -208,7 +208,7 @@ class Measured(NamedTuple):
     values: Tensor
 
 
-class Extremes:
+class OutputRanges:
     """Hooks on every module that a tap watches; two reading passes over each output, none of them read by the host."""
 
     def __init__(self, tap: ModuleHooks) -> None:
@@ -242,7 +242,7 @@ class Extremes:
                 row = torch.cat([torch.minimum(row[:1], before[1][:1]), torch.maximum(row[1:], before[1][1:])])
             self._found[index] = (values.dtype, row)
 
-    def take(self) -> Measured | None:
+    def take(self) -> RangesRead | None:
         """What the step has brought; None for nothing. Reads nothing."""
         found, self._found = self._found, {}
         if not found:
@@ -252,14 +252,14 @@ class Extremes:
         stacked = torch.stack(
             [row.to(device, torch.float64 if device.type == "cpu" else torch.float32) for row in rows]
         )
-        return Measured(list(found), [dtype for dtype, _ in found.values()], stacked)
+        return RangesRead(list(found), [dtype for dtype, _ in found.values()], stacked)
 
 
 class _Look(Hook):
-    def __init__(self, tap: ModuleHooks, index: int, module: nn.Module, extremes: Extremes) -> None:
+    def __init__(self, tap: ModuleHooks, index: int, module: nn.Module, ranges: OutputRanges) -> None:
         super().__init__(tap, index, module)
-        self._extremes = extremes
+        self._ranges = ranges
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self.active(module) and torch.is_grad_enabled():
-            self._extremes.note(self.index, output)
+            self._ranges.note(self.index, output)

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from gpt_guard.callbacks.finite.forward_findings import GUARD, amount
 from gpt_guard.catalogue import finding
-from gpt_guard.hooks.state import BadState, StateWatch
 from gpt_guard.hooks.tensors import describe
 from gpt_guard.hooks.watch import Watch
+from gpt_guard.hooks.weights import BadState, StateWatch
 from gpt_guard.records import Finding, Moment, Observation, TensorStats
 
 _LISTED = 10

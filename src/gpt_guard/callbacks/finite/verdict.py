@@ -15,13 +15,12 @@ from gpt_guard.callbacks.finite.forward_findings import bad_from_outside, bad_ou
 from gpt_guard.callbacks.finite.gradient_findings import bad_now, changed_before_step
 from gpt_guard.callbacks.finite.loss_findings import is_loss, loss_of_module
 from gpt_guard.callbacks.finite.state_findings import bad_at_step, bad_before
-from gpt_guard.hooks.autograd_graph.explain import explain
-from gpt_guard.hooks.autograd_graph.half import no_half
+from gpt_guard.hooks.autograd_graph.explain import explain, no_half
 from gpt_guard.hooks.frames import user_line
 from gpt_guard.hooks.output_hooks import measure
-from gpt_guard.hooks.state import StateWatch
 from gpt_guard.hooks.tensors import looks_bad, walk
 from gpt_guard.hooks.watch import Watch
+from gpt_guard.hooks.weights import StateWatch
 from gpt_guard.records import Finding, Moment, Observation
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from gpt_guard.hooks.autograd_graph.reach import reaches
+from gpt_guard.hooks.autograd_graph.nodes import uses_any
 from gpt_guard.hooks.copies import HookSet, Uncopied
 from gpt_guard.hooks.frames import runs_in
 from gpt_guard.hooks.tensors import walk
@@ -157,7 +157,7 @@ class CallLog(ModuleCalls):
             # Once, at the first call inside of the member: later ones may come round again.
             before = self._watch.model.get_submodule(self._pairs.pop(member))
             weights = list(before.parameters())
-            if any(tensor.grad_fn is not None and reaches(tensor, weights) for _, tensor in walk(args)):
+            if any(tensor.grad_fn is not None and uses_any(tensor, weights) for _, tensor in walk(args)):
                 self._chains.add(member.rpartition(".")[0])
 
 

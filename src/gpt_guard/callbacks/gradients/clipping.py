@@ -10,7 +10,7 @@ from typing import Any
 
 from gpt_guard.callbacks.gradients.level import middle
 from gpt_guard.catalogue import finding
-from gpt_guard.hooks.scaler_use import Misuse
+from gpt_guard.hooks.scaler import Misuse
 from gpt_guard.records import Finding, Moment, Observation, Severity
 from gpt_guard.records.render import learning_rates, number
 

@@ -18,7 +18,7 @@ from gpt_guard.callbacks.gradients.missing import (
     without_gradient,
 )
 from gpt_guard.catalogue import finding
-from gpt_guard.hooks.autograd_graph.reach import leaves
+from gpt_guard.hooks.autograd_graph.nodes import leaves
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Observation, Severity
 

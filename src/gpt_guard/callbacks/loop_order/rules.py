@@ -9,7 +9,7 @@ from itertools import pairwise
 from gpt_guard.callbacks.loop_order.cycle import Cycle, RuleResult
 from gpt_guard.callbacks.loop_order.loss_addends import Addend
 from gpt_guard.callbacks.loop_order.record import Clip, Kind, Scheduled
-from gpt_guard.hooks.scaler_use import Misuse
+from gpt_guard.hooks.scaler import Misuse
 from gpt_guard.records import Severity
 from gpt_guard.records.render import learning_rates, number
 

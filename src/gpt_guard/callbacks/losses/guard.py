@@ -26,7 +26,7 @@ from gpt_guard.callbacks.losses.targets import (
 from gpt_guard.callbacks.losses.terms import LossTerm, NamedLoss, drowned, may_be_walked, terms_of, weigh
 from gpt_guard.callbacks.settings import check_types
 from gpt_guard.errors import GuardUsageError
-from gpt_guard.hooks.autograd_graph.origin import sequence_of
+from gpt_guard.hooks.autograd_graph.nodes import sequence_of
 from gpt_guard.hooks.frames import user_line
 from gpt_guard.hooks.functions.call_record import NOTED, CallPlace
 from gpt_guard.hooks.functions.function_calls import FunctionCall

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gpt_guard.hooks.autograd_graph.origin import name_of, signed
+from gpt_guard.hooks.autograd_graph.nodes import name_of, signed
 
 Coordinates = list[Tensor]
 """One tensor of indices for each dimension, all of one length."""

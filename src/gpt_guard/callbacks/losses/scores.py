@@ -11,7 +11,7 @@ from torch import Tensor
 from gpt_guard.callbacks.call_issue import CallIssue
 from gpt_guard.callbacks.losses.calls import CLASS_LOSSES, class_dim, class_ids
 from gpt_guard.callbacks.losses.positions import moved_along, positions_of
-from gpt_guard.hooks.autograd_graph.origin import is_logistic, name_of, origin, signed
+from gpt_guard.hooks.autograd_graph.nodes import is_logistic, name_of, origin, signed
 from gpt_guard.hooks.functions.call_record import SOFTMAXES, CallRecord, SoftmaxCall
 from gpt_guard.hooks.functions.function_calls import FunctionCall
 from gpt_guard.records import Severity

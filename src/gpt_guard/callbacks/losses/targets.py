@@ -24,8 +24,7 @@ from gpt_guard.callbacks.losses.calls import (
 )
 from gpt_guard.callbacks.losses.pairing import Grid
 from gpt_guard.callbacks.losses.scores import score_rows
-from gpt_guard.hooks.autograd_graph.origin import name_of
-from gpt_guard.hooks.autograd_graph.reach import nodes
+from gpt_guard.hooks.autograd_graph.nodes import name_of, nodes
 from gpt_guard.hooks.functions.call_record import CallRecord
 from gpt_guard.hooks.functions.function_calls import FunctionCall
 from gpt_guard.hooks.tensors import walk

@@ -20,8 +20,7 @@ from torch.autograd.graph import GradientEdge
 
 from gpt_guard.callbacks.call_issue import CallIssue
 from gpt_guard.errors import GuardUsageError
-from gpt_guard.hooks.autograd_graph.origin import name_of
-from gpt_guard.hooks.autograd_graph.reach import nodes
+from gpt_guard.hooks.autograd_graph.nodes import name_of, nodes
 from gpt_guard.hooks.functions.call_record import CallPlace
 from gpt_guard.records import Severity, SourceLine
 from gpt_guard.records.render import number

@@ -16,7 +16,7 @@ from gpt_guard.callbacks.modes.sensitive import Sensitive, described
 from gpt_guard.callbacks.updates.findings import listed
 from gpt_guard.catalogue import finding
 from gpt_guard.hooks.copies import HookSet, Uncopied
-from gpt_guard.hooks.evaluation import own_train, sets_modes
+from gpt_guard.hooks.modes import own_train, sets_modes
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Observation
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from gpt_guard.callbacks.updates.sampling import Unchanged
 from gpt_guard.catalogue import finding
-from gpt_guard.hooks.autograd_graph.reach import leaves
+from gpt_guard.hooks.autograd_graph.nodes import leaves
 from gpt_guard.hooks.tensors import walk
 from gpt_guard.hooks.unregistered import Hidden, find_hidden, shapes_of
 from gpt_guard.hooks.watch import Watch

@@ -15,8 +15,8 @@ from gpt_guard.checks.runner.base import Stage, Subject, vocabulary
 from gpt_guard.checks.runner.forward import raised, user_line
 from gpt_guard.checks.runner.perturb import probe_ids
 from gpt_guard.errors import GuardUsageError
-from gpt_guard.hooks.evaluation import evaluation_mode
 from gpt_guard.hooks.isolation.preserve import quiet, seed_all
+from gpt_guard.hooks.modes import evaluation_mode
 from gpt_guard.records import CheckResult, Finding, Severity
 
 COMPARED = 12

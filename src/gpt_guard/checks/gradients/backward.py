@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gpt_guard.callbacks.gradients.calls import ModuleCalls
 from gpt_guard.checks.runner.base import LossFunction, Subject
 from gpt_guard.checks.runner.forward import loss_of
-from gpt_guard.hooks.autograd_graph.reach import leaves
+from gpt_guard.hooks.autograd_graph.nodes import leaves
 from gpt_guard.hooks.gradients import Gradients, exact_norm, total_norm
 from gpt_guard.hooks.isolation.preserve import preserved
 

@@ -18,7 +18,7 @@ from gpt_guard.callbacks.gradients.missing import SENTENCES, common_path, next_o
 from gpt_guard.catalogue import finding
 from gpt_guard.checkpoint.fingerprint import unwrap
 from gpt_guard.checks.gradients.backward import Pass, Search, Task, search
-from gpt_guard.hooks.autograd_graph.reach import uses
+from gpt_guard.hooks.autograd_graph.nodes import uses
 from gpt_guard.hooks.isolation.preserve import preserved
 from gpt_guard.hooks.tensors import readable
 from gpt_guard.hooks.unregistered import find_hidden

@@ -15,7 +15,7 @@ from gpt_guard.checks.gradients.diagnosis import diagnose, frozen_finding
 from gpt_guard.checks.optimizer.coverage import cover, coverage_findings, rate_findings, rates
 from gpt_guard.checks.optimizer.steps import StepFindings, default_optimizer, take_steps
 from gpt_guard.checks.runner.base import MODEL, Stage, Subject
-from gpt_guard.hooks.autograd_graph.reach import leaves
+from gpt_guard.hooks.autograd_graph.nodes import leaves
 from gpt_guard.hooks.isolation.preserve import preserved
 from gpt_guard.hooks.optimizer import innermost
 from gpt_guard.records import CheckResult

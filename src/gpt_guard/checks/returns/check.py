@@ -26,7 +26,7 @@ from gpt_guard.checks.returns.reference import (
     without_values,
 )
 from gpt_guard.errors import GuardUsageError
-from gpt_guard.hooks.source_lines import function_line
+from gpt_guard.hooks.frames import function_line
 from gpt_guard.records import CheckResult, Finding, Severity
 
 GAMMA, LAM = 0.5, 0.25

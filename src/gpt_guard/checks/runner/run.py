@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpt_guard.checks.batches.stage import UNUSABLE, BatchesStage, BatchFormStage, unusable, without_batch
+from gpt_guard.checks.environment.facts import surroundings
 from gpt_guard.checks.runner.base import LossFunction, Stage, Subject, select
 from gpt_guard.checks.runner.forward import raised
 from gpt_guard.checks.runner.gather import complete, gather
 from gpt_guard.checks.runner.report import FACTS, PreflightReport
 from gpt_guard.hooks.isolation.preserve import preserved, seed_all
-from gpt_guard.hooks.surroundings import surroundings
 from gpt_guard.records import CheckResult
 
 OnResult = Callable[[CheckResult], Any]

@@ -1,4 +1,4 @@
-"""Read from the autograd graph which operation made a bad tensor: its nodes still hold what went in and came out.
+"""Read from the autograd graph what made a tensor bad: its nodes still hold what went in and came out.
 
 Works on the graph as it stands, without running anything again, so it costs nothing until something has failed. It
 knows only operations that keep the tensor that tells (log its input, softmax its result), and is silent otherwise.
@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gpt_guard.hooks.autograd_graph.reach import nodes
+from gpt_guard.hooks.autograd_graph.nodes import name_of, nodes, signed
+from gpt_guard.hooks.watch import Watch
 
 _MOST_NODES = 400
+_MOST_FOR_HALF = 5000
 # Scores, scale, mask and the product they come from stand no further than this behind a softmax.
 _BEHIND_SOFTMAX = 8
 
@@ -38,7 +40,7 @@ def explain(tensor: Tensor) -> Operation | None:
     softmax: Operation | None = None
     left = _BEHIND_SOFTMAX
     for node in islice(nodes(tensor), _MOST_NODES):
-        rule = _RULES.get(_operation(node))
+        rule = _RULES.get(name_of(node))
         try:
             found = rule(node) if rule is not None else None
         except RuntimeError:
@@ -53,18 +55,48 @@ def explain(tensor: Tensor) -> Operation | None:
     return softmax
 
 
-def _operation(node: Any) -> str:
-    return str(node.name()).split("Backward")[0]
+class Labels(NamedTuple):
+    """Targets of a loss that leaves one label out: how many there are, how many of them teach anything."""
+
+    labels: int
+    supervised: int
+    ignore_index: int
+
+
+def labels_of(loss: Tensor) -> Labels | None:
+    """The targets of the first cross entropy (or NLL loss) under a loss, kept by autograd until backward() frees them.
+
+    None if there is none in the graph, or its tensors have been freed. Reads the targets.
+    """
+    for node in nodes(loss):
+        if not node.name().startswith("NllLoss"):
+            continue
+        try:
+            target, ignored = node._saved_target, signed(node._saved_ignore_index)
+        except RuntimeError:
+            return None
+        return Labels(target.numel(), int((target != ignored).sum()), ignored)
+    return None
+
+
+def no_half(watch: Watch, tensor: Tensor | None) -> bool:
+    """True if neither the model, the operations behind `tensor`, autocast as it is now nor a scaler speak of float16.
+
+    Where readings come late and there is no graph to ask, an autocast that was on cannot be excluded: False.
+    """
+    if tensor is None or watch.scaling or not (watch.immediate or tensor.grad_fn):
+        return False
+    kind = tensor.device.type
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
+        return False
+    held = (tensor, *watch.model.parameters(), *watch.model.buffers())
+    made = (each for node in islice(nodes(tensor), _MOST_FOR_HALF) for each in getattr(node, "_input_metadata", ()))
+    return not any(each.dtype is torch.float16 for each in (*held, *made))
 
 
 def _saved(node: Any, name: str) -> Tensor | None:
     value = getattr(node, f"_saved_{name}", None)
     return value.detach() if isinstance(value, Tensor) else None
-
-
-def _signed(number: int) -> int:
-    """Nodes give their integers unsigned: -1 comes as 2**64 - 1."""
-    return number - 2**64 if number >= 2**63 else number
 
 
 def _count(where: Tensor) -> int:
@@ -121,7 +153,7 @@ def _softmax(node: Any) -> Operation | None:
     result = _saved(node, "result")
     if result is None or not result.isnan().any():
         return None
-    rows = _count(result.isnan().any(_signed(node._saved_dim)))
+    rows = _count(result.isnan().any(signed(node._saved_dim)))
     return Operation("softmax", f"softmax gave NaN in {_many(rows, 'row')}", "all_masked_row")
 
 
@@ -153,7 +185,7 @@ def _cross_entropy(node: Any) -> Operation | None:
     target = _saved(node, "target")
     if target is None or target.numel() == 0:
         return None
-    ignored = _signed(node._saved_ignore_index)
+    ignored = signed(node._saved_ignore_index)
     if bool((target == ignored).all()):
         return Operation(
             "cross entropy",

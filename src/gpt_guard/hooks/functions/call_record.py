@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gpt_guard.hooks.autograd_graph.origin import sequence_of
+from gpt_guard.hooks.autograd_graph.nodes import sequence_of
 from gpt_guard.hooks.frames import running_module
 from gpt_guard.hooks.functions.function_calls import FunctionCall
 from gpt_guard.hooks.functions.masks import visible_keys

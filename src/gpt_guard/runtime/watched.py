@@ -1,7 +1,8 @@
-"""Subject: what one Guardian is about, held weakly, so that one that was left keeps nothing alive."""
+"""What one Guardian watches, held weakly: one that was left keeps nothing alive, one never entered says so."""
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -11,10 +12,14 @@ from torch.optim import Optimizer
 
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.scaler import checked_scaler
+from gpt_guard.hooks.tensors import version_of
 from gpt_guard.runtime import arguments
 
+_LOGGER = logging.getLogger("gpt_guard")
+NEVER_ENTERED = "everything: this Guardian was never entered"
 
-class Subject:
+
+class Watched:
     """Model, optimizers, scheduler and scaler, checked. Raises GuardUsageError for one that cannot be watched."""
 
     def __init__(
@@ -52,3 +57,25 @@ class Subject:
             "scheduler": self.scheduler() or None,
             "scaler": self.scaler(),
         }
+
+
+def warn_if_trained(guardian: object, model: nn.Module) -> weakref.finalize[Any, Any]:
+    """Warn once when the Guardian is gone, or at exit, if parameters were written to since; `detach()` calls it off.
+
+    Reads version counters, no values; holds neither of the two.
+    """
+    return weakref.finalize(guardian, _tell, weakref.ref(model), _writes(model))
+
+
+def _tell(model: weakref.ref[nn.Module], before: int) -> None:
+    trained = model()
+    if trained is not None and _writes(trained) > before:
+        _LOGGER.warning(
+            "A Guardian of %s was made and never entered, and the model's parameters have changed since: nothing of it "
+            "was watched. Put the loop inside `with guardian:`, or call guardian.start() before it.",
+            type(trained).__name__,
+        )
+
+
+def _writes(model: nn.Module) -> int:
+    return sum(version_of(parameter) for parameter in model.parameters())

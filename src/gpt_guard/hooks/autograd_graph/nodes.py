@@ -1,18 +1,43 @@
-"""What a loss depends on, read from its autograd graph: leaves, the order of backward, the operations on top.
+"""Read an autograd graph: its nodes and their names, the leaves a loss depends on, where a tensor's values come from.
 
-Each walk costs a visit of every node: only after a failure, or once at the start.
+Each walk over a loss costs a visit of every node: only after a failure, or once at the start.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 _MOST_NODES = 200_000
 _OPERATIONS = 6
+_FAR = 60
+"""More operations than any view of a tensor has; the walk must end."""
+# These give the same numbers in another order, shape or dtype, or a part of them.
+MOVING = frozenset(
+    {
+        *("View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Permute", "Clone", "ToCopy", "Alias"),
+        *("Slice", "Select", "Index", "IndexSelect", "Squeeze", "Unsqueeze", "Unbind", "Split", "SplitWithSizes"),
+        *("Expand", "Cat", "Stack", "Clamp", "ClampMin", "ClampMax"),
+    }
+)
+
+
+def name_of(node: Any) -> str:
+    """An operation as autograd names it, without its suffix: `Softmax`, `View`, `AccumulateGrad`."""
+    return re.sub(r"Backward\d*$", "", str(node.name()).rpartition("::")[2])
+
+
+def sequence_of(tensor: Tensor) -> int | None:
+    """The number of the operation that made a tensor; None for a leaf. Counts up in each thread."""
+    return None if tensor.grad_fn is None else int(tensor.grad_fn._sequence_nr())
+
+
+def signed(number: int) -> int:
+    """Nodes give their integers unsigned: -1 comes as 2**64 - 1."""
+    return number - 2**64 if number >= 2**63 else number
 
 
 def nodes(loss: Tensor) -> Iterator[Any]:
@@ -36,7 +61,7 @@ def leaves(loss: Tensor) -> list[Tensor]:
     return [node.variable for node in nodes(loss) if hasattr(node, "variable")]
 
 
-def reaches(loss: Tensor, tensors: Iterable[Tensor]) -> bool:
+def uses_any(loss: Tensor, tensors: Iterable[Tensor]) -> bool:
     """Whether any of the tensors is a leaf under this loss."""
     wanted = {id(tensor) for tensor in tensors}
     return any(id(leaf) in wanted for leaf in leaves(loss))
@@ -68,27 +93,22 @@ def operations(loss: Tensor) -> list[str]:
     return names
 
 
-class Labels(NamedTuple):
-    """Targets of a loss that leaves one label out: how many there are, how many of them teach anything."""
+def origin(tensor: Tensor) -> Any:
+    """The node of the operation that computed these values, or None: a leaf, a detached tensor, no gradients."""
+    node = tensor.grad_fn
+    for _ in range(_FAR):
+        if node is None or name_of(node) not in MOVING:
+            return node
+        node = next((parent for parent, _ in node.next_functions if parent is not None), None)
+    return node
 
-    labels: int
-    supervised: int
-    ignore_index: int
 
-
-def labels_of(loss: Tensor) -> Labels | None:
-    """The targets of the first cross entropy (or NLL loss) under a loss, kept by autograd until backward() frees them.
-
-    None if there is none in the graph, or its tensors have been freed. Reads the targets.
-    """
-    for node in nodes(loss):
-        if not node.name().startswith("NllLoss"):
-            continue
-        try:
-            target, ignored = node._saved_target, node._saved_ignore_index
-        except RuntimeError:
-            return None
-        # Autograd gives a signed argument back as an unsigned one: -100 comes as 2**64 - 100.
-        ignored = ignored - 2**64 if ignored >= 2**63 else ignored
-        return Labels(target.numel(), int((target != ignored).sum()), ignored)
-    return None
+def is_logistic(node: Any) -> bool:
+    """Whether a node is a sigmoid, also one written out as 1 / (1 + exp(-x))."""
+    if node is not None and name_of(node) == "Sigmoid":
+        return True
+    names: list[str] = []
+    while node is not None and len(names) < 4:
+        names.append(name_of(node))
+        node = next((parent for parent, _ in node.next_functions if parent is not None), None)
+    return [name for name in names if name != "Mul"][:3] == ["Reciprocal", "Add", "Exp"]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from gpt_guard.hooks.autograd_graph.reach import nodes
+from gpt_guard.hooks.autograd_graph.nodes import name_of, nodes
 
 _ROOTS = {"Sqrt", "Rsqrt", "Pow"}
 _EDGES = {"Log", "Log2", "Log10", "Log1P", "Acos", "Asin", "Acosh", "Atanh", "Atan2", "Xlogy", "Logit", "Div"}
@@ -26,7 +26,7 @@ _SHAPES = {"View", "Reshape", "Transpose", "Permute", "T", "Expand", "Unsqueeze"
 _MODULE_HOOK = "BackwardHookFunction"
 
 
-class Step(NamedTuple):
+class PathStep(NamedTuple):
     """An operation: its name as autograd has it without suffix, whether the user wrote it, its exponent if a power."""
 
     name: str
@@ -34,7 +34,7 @@ class Step(NamedTuple):
     exponent: float | None
 
 
-def between(loss: Tensor, bad: Tensor, good: Iterable[Tensor]) -> list[Step]:
+def operations_above(loss: Tensor, bad: Tensor, good: Iterable[Tensor]) -> list[PathStep]:
     """The operations on the way from the loss down to `bad`, the last before backward() first.
 
     Those above a gradient that is still finite are left out. A parameter that is read in several places goes by the
@@ -51,8 +51,8 @@ def between(loss: Tensor, bad: Tensor, good: Iterable[Tensor]) -> list[Step]:
                 readers.setdefault(id(variable), []).append(node)
     # A finite gradient proves that what came down to the operation which read its parameter was finite.
     finite = {node for each in good for node in readers.get(id(each), [])}
-    finite |= {above for node in finite if _name(node) in _PASSING for above in parents.get(node, [])}
-    first: list[Step] = []
+    finite |= {above for node in finite if name_of(node) in _PASSING for above in parents.get(node, [])}
+    first: list[PathStep] = []
     for start in sorted(readers.get(id(bad), []), key=_latest_first):
         steps = _way_up(start, parents, finite)
         if next(suspects(steps), None) is not None:
@@ -61,7 +61,7 @@ def between(loss: Tensor, bad: Tensor, good: Iterable[Tensor]) -> list[Step]:
     return first
 
 
-def _way_up(start: Any, parents: dict[Any, list[Any]], finite: set[Any]) -> list[Step]:
+def _way_up(start: Any, parents: dict[Any, list[Any]], finite: set[Any]) -> list[PathStep]:
     way, pending = {start}, [start]
     while pending:
         node = pending.pop()
@@ -76,25 +76,21 @@ def _latest_first(node: Any) -> int:
     return -int(node._sequence_nr())
 
 
-def _name(node: Any) -> str:
-    return re.sub(r"Backward\d*$", "", str(node.name()).rpartition("::")[2])
-
-
-def _step(node: Any) -> Step:
-    name = _name(node)
+def _step(node: Any) -> PathStep:
+    name = name_of(node)
     origin = getattr(type(node), "_forward_cls", None)
     own = isinstance(node, BackwardCFunction) and not getattr(origin, "__module__", "").startswith("torch.")
     # A number is kept as it is; an exponent that is a tensor (PowBackward1) is a saved one, and freed by now.
     exponent = node._saved_exponent if node.name() == "PowBackward0" else None
-    return Step(name, own or name == _MODULE_HOOK, exponent if isinstance(exponent, (int, float)) else None)
+    return PathStep(name, own or name == _MODULE_HOOK, exponent if isinstance(exponent, (int, float)) else None)
 
 
-def names_of(steps: list[Step]) -> list[str]:
+def names_of(steps: list[PathStep]) -> list[str]:
     """What the operations are called, each once; those that only move numbers are left out."""
     return [name for name in dict.fromkeys(step.name for step in steps) if name not in _SHAPES]
 
 
-def suspects(steps: list[Step]) -> Iterator[str]:
+def suspects(steps: list[PathStep]) -> Iterator[str]:
     """Keys of GG104's causes that fit the operations, the likeliest first."""
     names = [step.name for step in steps]
     risky = [number for number, step in enumerate(steps) if _is_risky(step)]
@@ -120,7 +116,7 @@ def _root(below: list[str]) -> Iterator[str]:
     yield "sqrt_at_zero"
 
 
-def _is_risky(step: Step) -> bool:
+def _is_risky(step: PathStep) -> bool:
     if step.name == "Pow":
         return step.exponent is None or step.exponent < 1
     return step.name in _ROOTS or step.name in _EDGES

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt_guard import Finding, FiniteGuard, Guardian, NonFiniteError
-from gpt_guard.hooks.autograd_graph.between import between, names_of, suspects
+from gpt_guard.hooks.autograd_graph.gradient_path import names_of, operations_above, suspects
 
 
 class Rounded(torch.autograd.Function):
@@ -48,7 +48,7 @@ def test_the_steep_operation_is_named_and_its_cause_comes_first(name: str, cause
     loss = make(model(torch.randn(5, 4)))
     loss.backward()
     assert not torch.isfinite(model.weight.grad).all()  # type: ignore[arg-type]  # it has a gradient
-    steps = between(loss, model.bias, [])
+    steps = operations_above(loss, model.bias, [])
     assert name in names_of(steps)
     assert next(suspects(steps)) == cause
 
@@ -57,17 +57,17 @@ def test_what_stands_above_a_finite_gradient_is_left_out() -> None:
     inner, outer = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
     loss = outer(inner(torch.ones(2, 4)).exp()).pow(2).sum().sqrt()
     loss.backward()
-    names = names_of(between(loss, inner.bias, [outer.weight]))
+    names = names_of(operations_above(loss, inner.bias, [outer.weight]))
     assert "Exp" in names
     assert "Sqrt" not in names
-    assert "Sqrt" in names_of(between(loss, inner.bias, []))
+    assert "Sqrt" in names_of(operations_above(loss, inner.bias, []))
 
 
 def test_ordinary_operations_suggest_nothing_and_a_foreign_tensor_has_no_way() -> None:
     model = nn.Linear(4, 3)
     loss = (model(torch.ones(2, 4)).tanh() ** 2).mean()
-    assert list(suspects(between(loss, model.bias, []))) == []
-    assert between(loss, torch.zeros(3, requires_grad=True), []) == []
+    assert list(suspects(operations_above(loss, model.bias, []))) == []
+    assert operations_above(loss, torch.zeros(3, requires_grad=True), []) == []
 
 
 def halted(model: nn.Module, loss: Make, reads: str = "immediate") -> Finding:

@@ -183,7 +183,7 @@ def test_a_guard_that_fails_is_named_and_switched_off(at: str) -> None:
     (found,) = guardian.findings
     assert (found.code, found.guard) == ("GG906", "Failing")
     assert f"ZeroDivisionError: a bug in {at}" in found.seen
-    assert "test_roster.py" in found.seen
+    assert "test_guard_runner.py" in found.seen
     assert guard.calls.count(at) == 1
     assert guardian.step == 3
     assert len(other.seen) == 6

@@ -1,8 +1,10 @@
-"""Parameters and float buffers as one fused norm, to notice the step after which one of them is non-finite."""
+"""Parameters and float buffers: which of them are non-finite, told from one fused norm, and who wrote to them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -11,6 +13,13 @@ from torch import Tensor, nn
 from gpt_guard.hooks.gradients import fused_norms, norms_of, ordinary
 from gpt_guard.hooks.tensors import describe, looks_bad, readable, version_of, watchable
 from gpt_guard.records import TensorStats
+
+_WIDE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+# Where readings wait, a step is judged when the next one of its optimizer has begun.
+_KEPT = 8
+_VERSION = attrgetter("_version")
+StepNumber = tuple[int, int]
+"""Number of the optimizer, and of its step."""
 
 
 class _Kept(NamedTuple):
@@ -236,4 +245,37 @@ def _is_plain(tensor: Tensor) -> bool:
     return usual and tensor.layout is torch.strided and tensor.dtype in _WIDE and tensor.numel() > 0
 
 
-_WIDE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+class ParameterVersions:
+    """How often each parameter was written to, before and after each of the newest steps.
+
+    Host work only. A write through `.data` or numpy is not counted by torch, and not seen here.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._tensors = list(parameters.values())
+        self._places = {name: place for place, name in enumerate(parameters)}
+        self._after = self._now()
+        # Of the newest steps: which it was, the counters before it, and those that the one before had left.
+        self._steps: deque[tuple[StepNumber, list[int], list[int]]] = deque(maxlen=_KEPT)
+
+    def _now(self) -> list[int]:
+        try:
+            return list(map(_VERSION, self._tensors))
+        except RuntimeError:
+            # Inference tensors do not count.
+            return [version_of(tensor) for tensor in self._tensors]
+
+    def step_begins(self, step: StepNumber) -> None:
+        """Note the counters before a step."""
+        self._steps.append((step, self._now(), self._after))
+
+    def step_ended(self) -> None:
+        """Note the counters that the step has left."""
+        self._after = self._now()
+
+    def written_between(self, name: str, step: StepNumber) -> bool:
+        """Whether something wrote to a parameter between this step and the one before it; False if not known."""
+        place = self._places.get(name)
+        if place is None:
+            return False
+        return any(before[place] != last[place] for each, before, last in self._steps if each == step)

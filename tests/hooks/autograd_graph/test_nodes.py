@@ -1,15 +1,14 @@
-"""What an autograd graph tells: leaves, their order in backward, operations, and the labels of a loss."""
+"""What an autograd graph tells: leaves, their order in backward and operations."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpt_guard.hooks.autograd_graph.reach import Labels, labels_of, leaves, operations, reaches, uses
+from gpt_guard.hooks.autograd_graph.nodes import leaves, operations, uses, uses_any
 
 
 def test_leaves_are_found_once_each() -> None:
@@ -25,11 +24,11 @@ def test_a_leaf_is_its_own_leaf_and_a_constant_has_none() -> None:
     assert leaves(torch.ones(())) == []
 
 
-def test_a_loss_reaches_only_what_it_was_made_of() -> None:
+def test_a_loss_uses_only_what_it_was_made_of() -> None:
     one, other = nn.Linear(3, 1), nn.Linear(3, 1)
-    assert reaches(one(torch.ones(3)).sum(), one.parameters())
-    assert not reaches(one(torch.ones(3)).sum(), other.parameters())
-    assert not reaches(one(torch.ones(3)).detach(), one.parameters())
+    assert uses_any(one(torch.ones(3)).sum(), one.parameters())
+    assert not uses_any(one(torch.ones(3)).sum(), other.parameters())
+    assert not uses_any(one(torch.ones(3)).detach(), one.parameters())
 
 
 def test_the_order_of_uses_is_the_order_of_backward() -> None:
@@ -76,24 +75,3 @@ def test_operations_are_named_newest_first() -> None:
     x = torch.ones(3, requires_grad=True)
     assert operations((x.exp().sum() / 3).log()) == ["Log", "Div", "Sum", "Exp"]
     assert operations(torch.ones(())) == []
-
-
-@pytest.mark.parametrize(("ignored", "given"), [(-100, -100), (2, 2)])
-def test_labels_are_counted_from_the_loss_s_own_targets(ignored: int, given: int) -> None:
-    logits = torch.randn(4, 5, requires_grad=True)
-    loss = F.cross_entropy(logits, torch.tensor([0, ignored, ignored, 1]), ignore_index=given)
-    assert labels_of(loss * 2.0) == Labels(4, 2, ignored)
-
-
-def test_labels_of_an_image_are_counted_too() -> None:
-    logits = torch.randn(2, 5, 3, 3, requires_grad=True)
-    loss = F.cross_entropy(logits, torch.full((2, 3, 3), -100))
-    assert labels_of(loss) == Labels(18, 0, -100)
-
-
-def test_no_labels_where_there_are_none_or_they_are_gone() -> None:
-    logits = torch.randn(4, 5, requires_grad=True)
-    assert labels_of(logits.sum()) is None
-    loss = F.cross_entropy(logits, torch.zeros(4, dtype=torch.long))
-    loss.backward()
-    assert labels_of(loss) is None

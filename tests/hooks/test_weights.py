@@ -96,14 +96,14 @@ def test_negative_infinity_counts_in_what_is_trained_unless_it_was_there_at_the_
     model = Model()
     spoil(model.layer.bias, -math.inf)
     state = watch(model)
-    assert state.masks == {id(model.layer.bias)}
-    assert bad_state(model, "", {}, state.masks) is None
+    assert state.known.masks == {id(model.layer.bias)}
+    assert bad_state(model, "", {}, state.known) is None
     spoil(model.layer.weight, -math.inf)
-    found = bad_state(model, "", {}, state.masks)
+    found = bad_state(model, "", {}, state.known)
     assert found is not None
     assert found.name == "layer.weight"
     model.layer.weight.requires_grad_(False)
-    assert bad_state(model, "", {}, state.masks) is None
+    assert bad_state(model, "", {}, state.known) is None
 
 
 def test_what_becomes_finite_is_watched_again() -> None:

@@ -127,6 +127,8 @@ class Inspection:
 
         Where no step ever comes, forwards end the stretch.
         """
+        # An evaluation that was left by an exception has not ended.
+        self.evaluation_ended()
         if self.active:
             self._forwards -= 1
             if self._forwards <= 0 or self._left <= 0:

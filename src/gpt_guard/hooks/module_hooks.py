@@ -132,7 +132,8 @@ class ModuleHooks:
         found = [path for path, each in pairs if is_compiled_in_place(each) and path not in self.compiled_later]
         self.compiled_later += found
         for path in found:
-            for module in self.model.get_submodule(path).modules():
+            # The module itself, and not what stands under its path by now.
+            for module in self.modules[self.names.index(path)].modules():
                 self._hooks.leave(module)
         return found
 
@@ -179,10 +180,11 @@ class ModuleHooks:
         self.forget()
         self.inputs = (args, kwargs)
         self.calls += 1
-        # A pre-hook that came later may change the batch: from the next call on ours sees what it makes of it.
-        hooks: Any = self.model._forward_pre_hooks
-        if not isinstance(next(reversed(hooks.values()), self._hooks), Uncopied):
-            self._hooks.move_to_end(hooks)
+        # Hooks that came later may change the batch, which ours see from the next call on, and the output.
+        held: Any
+        for held in (self.model._forward_pre_hooks, self.model._forward_hooks):
+            if held and not isinstance(next(reversed(held.values())), Uncopied):
+                self._hooks.move_to_end(held)
         if self._listener is not None:
             self._listener.forward_begins()
 

@@ -63,13 +63,15 @@ class Hook(Uncopied):
     So each object that a call has to fetch counts more than the work: slots keep a hook in one piece.
     """
 
-    __slots__ = ("_module", "_returned", "index", "tap")
+    __slots__ = ("_module", "_returned", "index", "of_torch", "tap")
 
     def __init__(self, tap: Owner, index: int, module: nn.Module) -> None:
         self.tap = tap
         self.index = index
         self._module = module
         self._returned = tap.order.append
+        # Whether its own code is torch's: where that writes to a tensor, the version counter tells.
+        self.of_torch = type(module).__module__.startswith("torch.nn.")
 
     def active(self, module: nn.Module) -> bool:
         """Whether to act: for its own module, not during a backward, not while a compiler or torch.jit.trace traces."""
@@ -132,7 +134,11 @@ class InPlaceInput(Hook):
 
 
 class OutputTest(Hook):
-    """Test each tensor of an output with one sum; what a child has just returned was tested already."""
+    """Test each tensor of an output with one sum.
+
+    Not again what a child has just returned, where the module's own code is torch's: code of the user's may have
+    written to it in between, in a way that moves no version counter.
+    """
 
     __slots__ = ()
 
@@ -143,7 +149,7 @@ class OutputTest(Hook):
         began = perf_counter()
         self._returned(self.index)
         if type(output) is Tensor:
-            if not tested(tap, output):
+            if not (self.of_torch and tested(tap, output)):
                 number = quick_sum(tap, self.index, output)
                 # x - x is 0 for a finite number and NaN otherwise: cheaper than a call of math.isfinite.
                 if number - number != 0.0:
@@ -154,10 +160,9 @@ class OutputTest(Hook):
 
     def _test_all(self, tap: Owner, output: Any) -> None:
         for position, tensor in walk(output):
-            if not tested(tap, tensor):
-                number = quick_sum(tap, self.index, tensor)
-                if number - number != 0.0:
-                    tap.suspect(self.index, position, tensor)
+            number = quick_sum(tap, self.index, tensor)
+            if number - number != 0.0:
+                tap.suspect(self.index, position, tensor)
 
 
 class ReturnNote(Hook):
@@ -172,8 +177,8 @@ class ReturnNote(Hook):
 
 
 def tested(tap: Owner, tensor: Tensor) -> bool:
-    """Whether this very tensor was the last one tested, and nobody has written to it since."""
-    return tensor is tap.last() and version_of(tensor) == tap.last_version
+    """Whether this very tensor was the last one tested, and nobody has written to it since, as far as torch counts."""
+    return tensor is tap.last() and version_of(tensor) == tap.last_version >= 0
 
 
 def quick_sum(tap: Owner, index: int, tensor: Tensor) -> float:
@@ -287,10 +292,10 @@ class Extremes:
         if index in self.running:
             del self.running[self.running.index(index) :]
 
-    def measure(self, tap: Owner, index: int, value: Any, *, entering: bool) -> None:
-        """Keep the extremes of each tensor in a structure, unless it was the last one measured."""
+    def measure(self, tap: Owner, index: int, value: Any, *, entering: bool, again: bool = False) -> None:
+        """Keep the extremes of each tensor in a structure, unless it was the last one measured; `again`: also then."""
         for position, tensor in walk(value):
-            if tested(tap, tensor) or (values := values_of(tap, index, tensor)) is None:
+            if (not again and tested(tap, tensor)) or (values := values_of(tap, index, tensor)) is None:
                 continue
             try:
                 low, high = torch.aminmax(values)
@@ -374,6 +379,7 @@ class ReturnExtremes(Hook):
             began = perf_counter()
             if output is not None:
                 self.tap.order.append(self.index)
-                self.tap.extremes.measure(self.tap, self.index, output, entering=False)
+                # Code of the user's own may have written to what it returns, in a way that torch does not count.
+                self.tap.extremes.measure(self.tap, self.index, output, entering=False, again=not self.of_torch)
             self.tap.extremes.leave(self.index)
             self.tap.spent += perf_counter() - began

@@ -31,17 +31,30 @@ class _Kept(NamedTuple):
     alike: bool
 
 
+class KnownState(NamedTuple):
+    """Ids of tensors that were bad when the watch began.
+
+    `masks` are those that were -inf and otherwise finite, `harmless` all of them, once a step has gone well with them.
+    """
+
+    masks: frozenset[int] = frozenset()
+    harmless: frozenset[int] = frozenset()
+
+
+_NOTHING = KnownState()
+
+
 class StateWatch:
     """The model's state: `norms` measures it on the device, `turned_bad` confirms exactly what the norms suggest.
 
-    What is non-finite at the start (`settle`) is left out from then on: masks, and minima that begin at inf. `masks`
-    holds the ids of what was -inf and otherwise finite then; `told` what has been spoken of since.
+    What is non-finite at the start (`settle`) is left out from then on: masks, and minima that begin at inf. `known`
+    holds what was so then; `told` what has been spoken of since.
     """
 
     def __init__(self, model: nn.Module, *, parameters: bool, buffers: bool) -> None:
         self.left_out: set[str] = set()
         self.at_start: frozenset[str] = frozenset()
-        self.masks: frozenset[int] = frozenset()
+        self.known = KnownState()
         self.told: set[str] = set()
         self._shapes: dict[str, torch.Size] = {}
         self._parameters: dict[str, Tensor] = dict(model.named_parameters()) if parameters else {}
@@ -65,7 +78,7 @@ class StateWatch:
         bad = {name: stats for name in suspects if (stats := describe(tensors[name])) is not None}
         self.left_out |= set(bad)
         self.at_start = frozenset(bad)
-        self.masks = frozenset(id(tensors[name]) for name, stats in bad.items() if stats.only_neg_inf)
+        self.known = KnownState(frozenset(id(tensors[name]) for name, stats in bad.items() if stats.only_neg_inf))
         self._shapes = {name: tensor.shape for name, tensor in tensors.items() if name in self._buffers}
         return bad
 
@@ -173,6 +186,18 @@ class StateWatch:
                     bad[name] = stats
         return bad
 
+    def went_well(self) -> None:
+        """A step was made with what was bad at the start: it is not what goes wrong later."""
+        if self.at_start and not self.known.harmless:
+            tensors = {**self._parameters, **{name: owner.get(key) for name, (owner, key) in self._buffers.items()}}
+            self.known = KnownState(self.known.masks, frozenset(id(tensors[name]) for name in self.at_start))
+
+    def newly_bad(self) -> list[BadState]:
+        """Which tensors have become non-finite since they were last measured; reads the device."""
+        tensors = self._tensors()
+        bad = self.turned_bad(self.read())
+        return [BadState(name, tensors[name], stats, name in self._parameters) for name, stats in bad.items()]
+
     def _may_be_mask(self, name: str, stats: TensorStats) -> bool:
         """Whether -inf may stand there on purpose, as it never does in what is trained or in running statistics.
 
@@ -203,24 +228,33 @@ class BadState(NamedTuple):
 
 
 def bad_state(
-    module: nn.Module, path: str, untouched: dict[int, int], masks: frozenset[int] = frozenset()
+    module: nn.Module,
+    path: str,
+    untouched: dict[int, int],
+    known: KnownState = _NOTHING,
 ) -> BadState | None:
     """The first parameter or buffer in a module that holds NaN or +inf.
 
-    -inf alone is a mask, except in running statistics and in trainable parameters that were none at the start (`masks`:
-    the ids of those that were).
+    -inf alone is a mask, except in running statistics and in trainable parameters that were none at the start.
     A buffer counts only if this forward has not written to it (`untouched`: the versions when it began): running
     statistics and caches take in what went wrong elsewhere. Statistics that BatchNorm updates are not read while it
-    trains. Reads every tensor exactly: only after a failure.
+    trains. Of what was bad in steps that went well, a layer of torch's own may use another part now; where code of the
+    user's decides what is used, it was not this. Reads every tensor exactly: only after a failure.
     """
+    layer = next(module.children(), None) is None and type(module).__module__.startswith("torch.nn.")
+    harmless = frozenset() if layer else known.harmless
     for name, parameter in module.named_parameters(prefix=path):
+        if id(parameter) in harmless:
+            continue
         stats = describe(parameter)
-        if stats is None or (stats.only_neg_inf and (id(parameter) in masks or not parameter.requires_grad)):
+        if stats is None or (stats.only_neg_inf and (id(parameter) in known.masks or not parameter.requires_grad)):
             continue
         return BadState(name, parameter, stats, True)
     for inner, owner in module.named_modules(prefix=path):
         for key, buffer in owner._buffers.items():
-            if buffer is None or _updates(owner, key) or untouched.get(id(buffer)) != version_of(buffer):
+            if buffer is None or id(buffer) in harmless or _updates(owner, key):
+                continue
+            if untouched.get(id(buffer)) != version_of(buffer):
                 continue
             stats = describe(buffer) if _is_statistics(owner, key) else looks_bad(buffer)
             if stats is not None:

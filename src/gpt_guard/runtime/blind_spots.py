@@ -31,6 +31,7 @@ class BlindSpots:
     def __init__(self, watch: Watch, progress: Progress) -> None:
         self.backwards = 0
         self.attempts = 0
+        self._without_forward = 0
         self.saw_modules = False
         # Optimizers that compiled code steps, and how many steps of theirs were counted before.
         self._compiled: dict[int, int] = {}
@@ -45,9 +46,13 @@ class BlindSpots:
         self._told_steps = False
         self._told_forward = False
 
-    def backward(self) -> bool:
-        """Count a backward call of ours; True where what waits should be read, since no step seems to come."""
+    def backward(self, *, forwards: int) -> bool:
+        """Count a backward call of ours, after so many forwards of the model itself.
+
+        True where what waits should be read, since no step seems to come.
+        """
         self.backwards += 1
+        self._without_forward = 0 if forwards else self._without_forward + 1
         self._watch.since_step += 1
         return self._watch.since_step > self._patience and self._look()
 
@@ -175,6 +180,11 @@ class BlindSpots:
         found = [f"the inside of the compiled {name or 'model'}" for name in tap.inside_compiled + tap.compiled_later]
         if not self.forward():
             found.append("forward passes: the model was never called")
+        elif tap.calls and self._without_forward >= _ENOUGH_STEPS:
+            found.append(
+                f"forward passes of the last {self._without_forward} backward calls: the model itself was not called, "
+                f"but perhaps a compiled form of it"
+            )
         elif not tap.watching:
             found.append("outputs of modules: no guard was given that tests them")
         since = self._watch.since_step

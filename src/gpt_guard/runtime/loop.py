@@ -65,6 +65,7 @@ class Loop:
         # Whether one of our steps has begun since a scaler was asked to step.
         self._stepped_by_scaler = False
         self._loss: Tensor | None = None
+        self._forwards = 0
         self._stepped, self._open = False, [0] * len(watch.optimizers)
         self._observed: Observation | None = None
 
@@ -82,7 +83,7 @@ class Loop:
             self._progress.samples += samples
             self._progress.tokens += tokens
         self.blind_spots.look_inside()
-        if watch.inspection.active or watch.evaluation:
+        if watch.inspection.looking or watch.evaluation:
             watch.inspection.forward_begins(evaluation=watch.evaluation)
         self._guards.listen_all(watch.forward_begins)
 
@@ -122,7 +123,7 @@ class Loop:
         watch.capture.backward_begins(losses)
         if self._loss is not None:
             self._guards.call("before_backward", self._loss)
-        watch.forwards = 0
+        self._forwards, watch.forwards = watch.forwards, 0
         return True
 
     def _begin_step(self) -> None:
@@ -153,7 +154,7 @@ class Loop:
             self._guards.call("after_backward")
         finally:
             watch.loss = None
-        if self.blind_spots.backward() and not watch.immediate:
+        if self.blind_spots.backward(forwards=self._forwards) and not watch.immediate:
             self._records.judge_early(self._records.unstepped())
         watch.capture.backward_ended(watch.micro_batch)
 

@@ -60,6 +60,7 @@ class Reported:
     """
 
     def __init__(self) -> None:
+        self.halted = False
         self.clear()
 
     def clear(self) -> None:
@@ -69,8 +70,14 @@ class Reported:
 
     def begin(self) -> None:
         """A forward or a backward begins: where one of the last findings has halted, the loop has gone on."""
+        self.halted = False
         if self._telling:
             self.clear()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether one of the last findings has halted, and the loop has not gone on since."""
+        return self.halted or self._telling
 
     def submit(self, submit: Callable[[Finding], None], found: Finding) -> None:
         """Hand a finding on, which may halt."""
@@ -78,6 +85,7 @@ class Reported:
             submit(found)
         except BaseException:
             self.clear()
+            self.halted = True
             raise
 
     def each(self, findings: Iterable[Finding]) -> Iterator[Finding]:

@@ -18,7 +18,7 @@ from gpt_guard.callbacks.finite.verdict import verdict
 from gpt_guard.hooks.output_hooks import ForwardExtremes
 from gpt_guard.hooks.tensors import describe, is_bad
 from gpt_guard.hooks.watch import Watch
-from gpt_guard.hooks.weights import StateWatch
+from gpt_guard.hooks.weights import KnownState, StateWatch
 from gpt_guard.records import Finding, Moment, Observation
 
 
@@ -81,19 +81,21 @@ class DeviceReadings:
         for event in self._events:
             if not isinstance(event, _Forward):
                 continue
-            for number, low, high in _extremes_of(event, readings):
-                if low == -torch.inf and not is_bad(low, high):
-                    place = event.measured.places[number]
-                    if not place.entering:
+            last: tuple[object, ...] = ()
+            for number, low, high in sorted(_extremes_of(event, readings)):
+                place = event.measured.places[number]
+                if low == -torch.inf and not is_bad(low, high) and not place.entering:
+                    # What the module around hands on is the same mask again.
+                    found = (low, high, place.shape, place.dtype)
+                    repeated, last = found == last, found
+                    if not repeated:
                         yield place.module, Shown.measured(place, low, high), event.micro_batch, event.evaluation
 
-    def troubles(
-        self, watch: Watch, readings: dict[str, Any], masks: frozenset[int] = frozenset()
-    ) -> Iterator[Trouble]:
+    def troubles(self, watch: Watch, readings: dict[str, Any], known: KnownState) -> Iterator[Trouble]:
         """Everything that is bad, in the order in which it happened; each forward once. Drops what was read.
 
         A forward whose outputs are all good handles the bad values it was given; it counts once the loss or a gradient
-        of the step is bad. `masks` are the ids of the state that was -inf from the start.
+        of the step is bad. `known` tells what state was bad from the start.
         """
         events, self._events = self._events, []
         held: list[Trouble] = []
@@ -107,7 +109,7 @@ class DeviceReadings:
             extremes = sorted(_extremes_of(event, readings))
             bad = [found for found in extremes if is_bad(found[1], found[2])]
             if bad:
-                trouble = Trouble(_culprit(watch, event, bad[0], extremes, masks), event.micro_batch, event.evaluation)
+                trouble = Trouble(_culprit(watch, event, bad[0], extremes, known), event.micro_batch, event.evaluation)
                 if any(not event.measured.places[number].entering for number, _, _ in bad):
                     yield trouble
                 elif not event.evaluation:
@@ -119,7 +121,7 @@ def _culprit(
     event: _Forward,
     first: tuple[int, float, float],
     extremes: list[tuple[int, float, float]],
-    masks: frozenset[int],
+    known: KnownState,
 ) -> FirstSeen:
     measured, (number, low, high) = event.measured, first
     place = measured.places[number]
@@ -132,7 +134,7 @@ def _culprit(
         if other < number and near and lowest == -torch.inf and not is_bad(lowest, highest):
             neg_inf = given.position if given.entering else "[0]"
     shown = Shown.measured(place, low, high)
-    return first_seen_on_device(watch.tap, measured, number, shown, event.untouched, masks, neg_inf)
+    return first_seen_on_device(watch.tap, measured, number, shown, event.untouched, known, neg_inf)
 
 
 def _backward_troubles(watch: Watch, event: _Backward, readings: dict[str, Any]) -> Iterator[Trouble]:
@@ -185,7 +187,7 @@ def judge_on_device(
     """One bad forward is told once, and nothing that follows from it in the same step."""
     for index, shown, micro_batch, evaluation in readings.masks(watch, seen.readings):
         context.note_mask(watch, index, shown, here_in(watch, micro_batch, evaluation=evaluation))
-    for trouble in readings.troubles(watch, seen.readings, state.masks):
+    for trouble in readings.troubles(watch, seen.readings, state.known):
         if isinstance(trouble.what, FirstSeen):
             reported.step = reported.step or not trouble.evaluation
             here = here_in(watch, trouble.micro_batch, evaluation=trouble.evaluation)

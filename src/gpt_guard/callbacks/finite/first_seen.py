@@ -17,7 +17,7 @@ from gpt_guard.hooks.frames import inside_of, passed_from_outside, running_calls
 from gpt_guard.hooks.module_hooks import ModuleHooks
 from gpt_guard.hooks.output_hooks import ForwardExtremes, TensorPlace
 from gpt_guard.hooks.tensors import describe, looks_bad, version_of, walk
-from gpt_guard.hooks.weights import BadState, bad_state
+from gpt_guard.hooks.weights import BadState, KnownState, bad_state
 from gpt_guard.records import SourceLine, TensorStats
 
 _Bad = tuple[str, TensorStats, Tensor]
@@ -78,12 +78,12 @@ def first_seen(
     *,
     entering: bool,
     untouched: dict[int, int],
-    masks: frozenset[int] = frozenset(),
+    known: KnownState,
 ) -> FirstSeen:
     """Find the maker of a bad tensor that module `index` has just returned, or been given.
 
     Runs inside of the module's call and reads tensors exactly: only after a failure. `untouched` are the versions that
-    float buffers had when the forward began, `masks` the ids of what was -inf when the watch began.
+    float buffers had when the forward began, `known` tells what was bad when the watch began.
     """
     calls = [(tap.index[id(call.module)], call.inputs) for call in running_calls() if id(call.module) in tap.index]
     own: Any = next((inputs for module, inputs in calls if module == index and inputs is not None), ((), {}))
@@ -93,7 +93,7 @@ def first_seen(
     received = (position, stats, tensor) if entering and stats is not None else _bad_input(tap, index, own)
     if received is None:
         assert stats is not None
-        state = bad_state(tap.modules[index], tap.names[index], untouched, masks)
+        state = bad_state(tap.modules[index], tap.names[index], untouched, known)
         inner = _last_inside(tap, returned, index, None)
         certain = not _wrote_to_input(tap, index, own)
         shown = Shown.read(position, stats)
@@ -107,7 +107,7 @@ def first_seen(
     for outer, inputs in around:
         given = _given(tap, outer, inputs, received)
         if given is None:
-            state = bad_state(tap.modules[outer], tap.names[outer], untouched, masks)
+            state = bad_state(tap.modules[outer], tap.names[outer], untouched, known)
             return _made_between(tap, outer, receiver, received, returned, state, certain=inputs is not None)
         receiver, received = outer, given
     if not around and returned and index != 0:
@@ -152,7 +152,7 @@ def first_seen_on_device(
     number: int,
     shown: Shown,
     untouched: dict[int, int],
-    masks: frozenset[int] = frozenset(),
+    known: KnownState,
     neg_inf: str | None = None,
 ) -> FirstSeen:
     """The same for the first bad place of a forward, read before the step: all places before it were good.
@@ -163,7 +163,7 @@ def first_seen_on_device(
     began, ended = measured.spans[number]
     returned = measured.order[:ended]
     if not place.entering:
-        state = bad_state(tap.modules[place.module], tap.names[place.module], untouched, masks)
+        state = bad_state(tap.modules[place.module], tap.names[place.module], untouched, known)
         # It stands in the order itself by now.
         inside = [index for index in measured.order[began:ended] if index != place.module]
         return FirstSeen(place.module, shown, after=inside[-1] if inside else None, state=state, neg_inf=neg_inf)
@@ -173,7 +173,7 @@ def first_seen_on_device(
         return FirstSeen(None, shown, 0)
     if place.caller is None:
         return FirstSeen(None, shown, place.module, returned[-1] if returned else None)
-    state = bad_state(tap.modules[place.caller], tap.names[place.caller], untouched, masks)
+    state = bad_state(tap.modules[place.caller], tap.names[place.caller], untouched, known)
     inside = measured.order[began:ended]
     return FirstSeen(place.caller, shown, place.module, inside[-1] if inside else None, state)
 

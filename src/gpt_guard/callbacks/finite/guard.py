@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -74,6 +75,7 @@ class FiniteGuard(Guard):
     def _begin(self) -> None:
         self._reported = Reported()
         self._batch: tuple[FirstSeen, dict[str, Any]] | None = None
+        self._mask: Callable[[], Tensor | None] = _none
         self._micro_batch = 0
         self._at_step = AtStep()
         self._untouched: dict[int, int] = {}
@@ -137,11 +139,15 @@ class FiniteGuard(Guard):
         if self._reported.forward or (stats := describe(tensor)) is None:
             return
         here = self._here_now()
+        if stats.only_neg_inf and tensor is self._mask():
+            # The same one, handed on by the module around.
+            return
         if stats.only_neg_inf:
+            self._mask = ref(tensor)
             self._context.note_mask(self.watch, index, Shown.read(position, stats), here)
             return
-        tap, untouched, masks = self.watch.tap, self._untouched, self._state.masks
-        culprit = first_seen(tap, index, position, tensor, entering=entering, untouched=untouched, masks=masks)
+        tap, untouched, known = self.watch.tap, self._untouched, self._state.known
+        culprit = first_seen(tap, index, position, tensor, entering=entering, untouched=untouched, known=known)
         if culprit.maker is None and culprit.receiver == 0 and self._batch is not None:
             culprit, here = self._batch
         self._accuse(culprit, tensor, here if culprit.where is None else here | {"where": culprit.where})
@@ -173,8 +179,9 @@ class FiniteGuard(Guard):
 
     def _changed_since(self) -> Iterator[Finding]:
         """What has become bad since it was last measured, after the newest step; reads the device once."""
-        for name, stats in self._state.turned_bad(self._state.read()).items():
-            yield changed_outside(self.watch, name, stats)
+        # What a halt has stopped may have spoilt statistics on its way: that follows from it.
+        if not self._reported.stopped:
+            yield from changed_outside(self.watch, self._state.newly_bad())
 
     def _forward_ended(self, _output: Any) -> None:
         self._keep_forward(evaluation=self.watch.evaluation)
@@ -262,6 +269,8 @@ class FiniteGuard(Guard):
     def _after_step(self, seen: Observation) -> Iterable[Finding]:
         self._unread = None
         bad = self._state.turned_bad(seen.readings.get("finite.state", []))
+        if not bad and not self._reported.after:
+            self._state.went_well()
         if not bad or self._reported.after:
             return ()
         step = seen.optimizer, seen.step
@@ -282,3 +291,7 @@ class _StateAskedFor(Uncopied):
     def __call__(self, module: nn.Module, _prefix: str, _keep_vars: Any) -> None:
         if module is self._module:
             self._act()
+
+
+def _none() -> None:
+    return None

@@ -194,7 +194,7 @@ def verdict_on_loss(
     """What is said before a backward on such a loss; state that is bad where outputs are not seen explains it."""
     hidden = hidden_from(watch)
     for path in hidden.paths if hidden else ():
-        bad = bad_state(watch.model.get_submodule(path), path, untouched, state.masks)
+        bad = bad_state(watch.model.get_submodule(path), path, untouched, state.known)
         origin = f"{hidden.why if hidden else ''}: which module was the first to use it is not known."
         if bad is not None and (told := [*bad_before(watch, state, bad, origin, here)]):
             yield from told

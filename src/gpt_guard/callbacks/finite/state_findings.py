@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,14 +38,17 @@ def bad_before(watch: Watch, state: StateWatch, bad: BadState, origin: str, here
         yield _before_use(watch, bad, origin, known, here)
 
 
-def changed_outside(watch: Watch, name: str, stats: TensorStats) -> Finding:
-    """A parameter or buffer has become bad since the newest step, and no forward has used it yet."""
-    tensor = watch.parameters.get(name)
-    when = f"It was finite after step {watch.step - 1}: something other than optimizer.step() has changed it since."
-    state = BadState(name, watch.model.get_buffer(name) if tensor is None else tensor, stats, tensor is not None)
-    likely = ["changed_outside_step"] if tensor is not None else _buffer_causes(watch, name)
-    here = {"step": watch.step, "moment": Moment.AFTER_STEP}
-    return _bad_state(watch, state, when, likely, here)
+def changed_outside(watch: Watch, bad: Sequence[BadState]) -> Iterator[Finding]:
+    """What has become bad since the newest step, and no forward has used yet: one finding for each kind."""
+    for is_parameter in (True, False):
+        same = [each for each in bad if each.is_parameter is is_parameter]
+        if not same:
+            continue
+        when = f"It was finite after step {watch.step - 1}: something other than optimizer.step() has changed it since."
+        if len(same) > 1:
+            when += f" {len(same) - 1} more {'parameters' if is_parameter else 'buffers'} too."
+        likely = ["changed_outside_step"] if is_parameter else _buffer_causes(watch, same[0].name)
+        yield _bad_state(watch, same[0], when, likely, {"step": watch.step, "moment": Moment.AFTER_STEP})
 
 
 def _before_use(watch: Watch, state: BadState, origin: str, known: str, here: dict[str, Any]) -> Finding:
@@ -133,7 +136,9 @@ def _after_step(watch: Watch, code: str, names: list[str], stats: TensorStats, s
         shown = step_causes(optimizer, watch.parameters[first], stats, seen)
         likely = [*shown] or ["state_poisoned", "lr_overflow"]
         norm = seen.grad_norm_clipped
-        known = ", and so were all gradients" if norm is not None and math.isfinite(norm) else ""
+        # LBFGS evaluates its closure again and again: the norm is that of the first time.
+        all_seen = norm is not None and math.isfinite(norm) and not isinstance(optimizer, torch.optim.LBFGS)
+        known = ", and so were all gradients" if all_seen else ""
         note = f" Its eps of {eps:g} is 0 in {stats.dtype}." if likely[0] == "adam_eps_half" else ""
         seen_text = f"Parameter {held} of {stepper}. It was finite before the step{known}.{note}"
         origin = f"{stepper}.step() made it."

@@ -208,9 +208,17 @@ class GradNormMonitor(Guard):
             if any(0.0 < norm < _SQUARES_FIT for norm in exact.values()):
                 # It was the GradScaler's scale that made them so large, or something has cut them down since.
                 return
-        if exact and not track.overflows:
+        if exact and not track.overflows and (not seen.grad_norm_clipped or self._keeps_squares(seen.optimizer)):
             track.overflows = True
             yield findings.overflowing(seen, exact)
+
+    def _keeps_squares(self, index: int) -> bool:
+        """Whether this optimizer averages or sums squared gradients, by the settings that go with that.
+
+        Plain SGD uses a gradient as it is: without clipping, nothing follows from a norm that overflows.
+        """
+        groups = [] if self._watch is None else self.watch.optimizers[index].param_groups
+        return any(key in group for group in groups for key in ("betas", "alpha", "lr_decay", "rho", "beta2_decay"))
 
     def _without_gradients(self, index: int) -> bool:
         """Whether nothing is there to apply, whatever was measured after an earlier backward; reads no values."""

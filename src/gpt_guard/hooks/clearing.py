@@ -43,6 +43,20 @@ class Clearing:
         self.uncleared = 0
         self.left: Any = None
 
+    def renew(self, places: Sequence[int], moved: Sequence[int | None], state: State) -> None:
+        """Go on with other parameters: `moved` tells where each gradient of `state` stood before, None for a new one."""
+        before, self._places = self._places, list(places)
+        self._whole = self._places == list(range(len(state)))
+        self._left = (
+            None if self._left is None else self._carried(dict(zip(before, self._left, strict=True)), moved, state)
+        )
+        if self._begun:
+            self._begun = self._carried(dict(zip(before, self._begun, strict=True)), moved, state)
+
+    def _carried(self, old: dict[int, tuple[int, int]], moved: Sequence[int | None], state: State) -> State:
+        found = [(state[place], moved[place]) for place in self._places]
+        return [now if place is None else old.get(place, now) for now, place in found]
+
     def backward_begins(self, state: State, look: Callable[[], Any]) -> None:
         """Compare the gradients with how the last step or backward left them; `look` measures what is in them."""
         self._begun = own = self._own(state)
@@ -93,12 +107,23 @@ class Clearings:
     """A `Clearing` for each optimizer, fed with the state of the gradients as it was last remembered."""
 
     def __init__(self, watch: Watch, gradients: Gradients) -> None:
+        self._watch = watch
         self._ledger = watch.ledger
         self._gradients = gradients
+        self._each = [Clearing(places) for places in self._look_up()]
+
+    def _look_up(self) -> list[list[int]]:
+        watch, gradients = self._watch, self._gradients
         places = {name: place for place, name in enumerate(watch.tracked)}
         held = [watch.held_by(index) for index in range(len(watch.optimizers))]
-        self._each = [Clearing([places[name] for name in names]) for names in held]
         self._left_in = [partial(gradients.largest, names, immediate=watch.immediate) for names in held]
+        return [[places[name] for name in names] for names in held]
+
+    def renew(self, moved: Sequence[int | None]) -> None:
+        """Go on with what the optimizers hold now; `moved` is what `Gradients.renew` gave."""
+        state = self._gradients.state or self._gradients.now()
+        for clearing, places in zip(self._each, self._look_up(), strict=True):
+            clearing.renew(places, moved, state)
 
     def backward_begins(self) -> None:
         """Look whether they were cleared since the last step or backward."""

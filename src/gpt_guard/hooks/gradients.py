@@ -25,18 +25,34 @@ class GradNorms(NamedTuple):
 
 
 class Gradients:
-    """The gradients of a fixed list of parameters: whether they changed, and their L2 norms.
+    """The gradients of a list of parameters: whether they changed, and their L2 norms.
 
     Changes are noticed by identity and version counter, which costs no device work. Norms are one fused call over all
     gradients; they stay on the device until the ledger reads them.
     """
 
     def __init__(self, parameters: dict[str, Tensor]) -> None:
+        self._mark: list[tuple[int, int]] = []
+        self._take(parameters)
+
+    def _take(self, parameters: dict[str, Tensor]) -> None:
         self.names = list(parameters)
         self.parameters = list(parameters.values())
-        self._mark: list[tuple[int, int]] = []
         self._nothing = [_NONE] * len(self.parameters)
         self.ordinary = ordinary(self.parameters)
+
+    def renew(self, parameters: dict[str, Tensor]) -> list[int | None]:
+        """Go on with other parameters; returns where each stood before, None for a new one.
+
+        What is remembered of a gradient goes along; those of new parameters are remembered as they are now.
+        """
+        places = {id(parameter): place for place, parameter in enumerate(self.parameters)}
+        moved = [places.get(id(parameter)) for parameter in parameters.values()]
+        self._take(parameters)
+        if before := self._mark:
+            now = zip(self.now(), moved, strict=True)
+            self._mark = [state if place is None else before[place] for state, place in now]
+        return moved
 
     def current(self) -> list[Tensor | None]:
         """The gradients now, None where there is none."""

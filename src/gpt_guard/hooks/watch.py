@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,6 +21,18 @@ from gpt_guard.hooks.weights import ParameterVersions
 from gpt_guard.records import Finding, SourceLine
 
 
+class _Group(NamedTuple):
+    """A parameter group as it was: its list, how many tensors that held, and the last of them."""
+
+    tensors: Sequence[Tensor]
+    count: int
+    last: Tensor | None
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> _Group:
+        return cls(tensors, len(tensors), tensors[-1] if tensors else None)
+
+
 class Watch:
     """The model, the optimizers, the names of their parameters, and where the loop is now.
 
@@ -32,7 +44,8 @@ class Watch:
     `evaluating` is True inside of `guardian.evaluating()`, `evaluation` in every forward without gradients. `scaling`
     is True while a GradScaler's scale is on the gradients, `closure` while a step evaluates a closure. `versions` tells
     who wrote to the parameters. `inspection` tells whether this step is inspected, and of the calls in it; `calls` has
-    what they show. `forward_begins` are called at each forward of the model, `forward_ended` when it returns. `logged`
+    what they show. `forward_begins` are called at each forward of the model, `forward_ended` when it returns,
+    `groups_changed` when the optimizers were found to hold other tensors (`renew`), with the table made anew. `logged`
     holds the newest numbers that the loop gave to `guardian.log()`.
     A shared parameter appears once, under its first name.
     """
@@ -76,14 +89,55 @@ class Watch:
         self.times_logged: dict[str, int] = {}
         self.modes_meant: set[str] = set()
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
-        self.extra: dict[str, Tensor] = {}
+        self.extra: dict[str, Tensor]
         self.versions = ParameterVersions(self.parameters)
         self.forward_begins: list[Callable[[], None]] = []
         self.forward_ended: list[Callable[[Any], None]] = []
+        self.groups_changed: list[Callable[[], None]] = []
+        self.exchanged: set[str] = set()
+        self._name_all()
+
+    def _name_all(self) -> None:
+        self.extra = {}
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
-        self._held: list[dict[str, Tensor]] = []
-        for index, optimizer in enumerate(self.optimizers):
-            self._held.append(self._name_groups(index, optimizer))
+        self._held = [self._name_groups(index, optimizer) for index, optimizer in enumerate(self.optimizers)]
+        self._groups = [[_Group.of(group["params"]) for group in each.param_groups] for each in self.optimizers]
+
+    def regrouped(self) -> bool:
+        """Whether the optimizers may hold other tensors than the table has: by their lists, how long each is and its end.
+
+        Runs before each backward and step. All tensors are compared only in an inspected step.
+        """
+        for optimizer, known in zip(self.optimizers, self._groups, strict=True):
+            groups = optimizer.param_groups
+            if len(groups) != len(known):
+                return True
+            for group, (tensors, count, last) in zip(groups, known, strict=True):
+                now = group["params"]
+                if now is not tensors or len(now) != count or (count and now[-1] is not last):
+                    return True
+        return self.inspection.active and self._tensors_changed()
+
+    def _tensors_changed(self) -> bool:
+        return any(
+            {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+            != set(map(id, held.values()))
+            for optimizer, held in zip(self.optimizers, self._held, strict=True)
+        )
+
+    def renew(self) -> bool:
+        """Make the table of parameters and their names anew, as on entry; False if the tensors are the same.
+
+        `exchanged` names the model's parameters that are other tensors than on entry.
+        """
+        if not self._tensors_changed():
+            self._groups = [[_Group.of(group["params"]) for group in each.param_groups] for each in self.optimizers]
+            return False
+        before, self.parameters = self.parameters, dict(self.model.named_parameters())
+        self.exchanged |= {name for name, each in self.parameters.items() if before.get(name) is not each}
+        self.versions.renew(self.parameters)
+        self._name_all()
+        return True
 
     def _name_groups(self, index: int, optimizer: Optimizer) -> dict[str, Tensor]:
         held: dict[str, Tensor] = {}

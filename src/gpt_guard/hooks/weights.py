@@ -57,6 +57,13 @@ class StateWatch:
         self.known = KnownState()
         self.told: set[str] = set()
         self._shapes: dict[str, torch.Size] = {}
+        self._watched = parameters, buffers
+        self._list(model)
+        self._measured: list[str] = []
+        self._kept = _Kept(-1, [], [], False)
+
+    def _list(self, model: nn.Module) -> None:
+        parameters, buffers = self._watched
         self._parameters: dict[str, Tensor] = dict(model.named_parameters()) if parameters else {}
         # The owner's dict and key instead of the tensor: a forward may put a new tensor into a buffer.
         self._buffers: dict[str, tuple[dict[str, Tensor | None], str]] = {}
@@ -67,7 +74,23 @@ class StateWatch:
                 self._buffers[f"{path}.{key}" if path else key] = (owner, key)
         if not buffers:
             self.left_out |= set(self._buffers)
-        self._measured: list[str] = []
+
+    def renew(self, model: nn.Module) -> None:
+        """Go on with the parameters and buffers that the model has now; of new ones, those bad now count as at the start."""
+        parameters, buffers = self._parameters, self._buffers
+        left_out, at_start, masks, told, shapes = self.left_out, self.at_start, self.masks, self.told, self._shapes
+        self._list(model)
+        same = {name for name, tensor in self._parameters.items() if parameters.get(name) is tensor}
+        # A forward may put a new tensor into a buffer: it is still the same one of its owner.
+        same |= {name for name, (owner, _) in self._buffers.items() if name in buffers and buffers[name][0] is owner}
+        self.left_out = same | (set() if self._watched[1] else set(self._buffers))
+        self._kept = _Kept(-1, [], [], False)
+        self.settle()
+        self.left_out = (self.left_out - same) | (left_out & same)
+        self.at_start |= at_start & same
+        self.masks |= masks
+        self.told = told & same
+        self._shapes = {**self._shapes, **{name: shape for name, shape in shapes.items() if name in same}}
         self._kept = _Kept(-1, [], [], False)
 
     def settle(self) -> dict[str, TensorStats]:
@@ -286,11 +309,28 @@ class ParameterVersions:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self._tensors = list(parameters.values())
-        self._places = {name: place for place, name in enumerate(parameters)}
+        self._take(parameters)
         self._after = self._now()
         # Of the newest steps: which it was, the counters before it, and those that the one before had left.
         self._steps: deque[tuple[StepNumber, list[int], list[int]]] = deque(maxlen=_KEPT)
+
+    def _take(self, parameters: Mapping[str, Tensor]) -> None:
+        self._tensors = list(parameters.values())
+        self._places = {name: place for place, name in enumerate(parameters)}
+
+    def renew(self, parameters: Mapping[str, Tensor]) -> None:
+        """Go on with other parameters; of new ones nothing is known before now."""
+        places = {id(tensor): place for place, tensor in enumerate(self._tensors)}
+        self._take(parameters)
+        moved, now = [places.get(id(tensor)) for tensor in self._tensors], self._now()
+
+        def carried(old: list[int]) -> list[int]:
+            return [new if place is None else old[place] for place, new in zip(moved, now, strict=True)]
+
+        self._after = carried(self._after)
+        kept = [(step, carried(before), carried(last)) for step, before, last in self._steps]
+        self._steps.clear()
+        self._steps.extend(kept)
 
     def _now(self) -> list[int]:
         try:

@@ -85,6 +85,10 @@ class BlindSpots:
                 self._tell_unstepped(Moment.AFTER_BACKWARD)
         return self._watch.since_step % _READ_EVERY == 0 and (self._changes > 0 or self._watch.since_step > _LONG)
 
+    def groups_changed(self) -> None:
+        """The optimizers hold other tensors: their versions count anew."""
+        self._versions = None
+
     def _count_changes(self) -> None:
         # Every in-place change of a tensor counts up its version: no value is looked at.
         held = (

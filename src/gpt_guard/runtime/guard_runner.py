@@ -156,7 +156,7 @@ class GuardRunner:
         self._sort()
         if guard._watch is not None:
             watch = guard._watch
-            registered: tuple[list[Any], ...] = (watch.forward_begins, watch.forward_ended)
+            registered: tuple[list[Any], ...] = (watch.forward_begins, watch.forward_ended, watch.groups_changed)
             for listeners in registered:
                 listeners[:] = [each for each in listeners if getattr(each, "__self__", None) is not guard]
         self.detach(guard)

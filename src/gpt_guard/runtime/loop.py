@@ -111,6 +111,8 @@ class Loop:
             self.blind_spots.look_inside()
         watch.tap.paused = True
         if not watch.closure:
+            if watch.regrouped():
+                self._renew()
             # An open step is one that has raised.
             self._open = [0] * len(self._open)
         cleared = self._gradients.mark()
@@ -125,6 +127,19 @@ class Loop:
             self._guards.call("before_backward", self._loss)
         self._forwards, watch.forwards = watch.forwards, 0
         return True
+
+    def _renew(self) -> None:
+        """The optimizers hold other tensors, in other places perhaps: watch those from here on."""
+        watch = self._watch
+        if not watch.immediate:
+            # What waits is read while its names still stand for the same tensors.
+            self._records.judge_early(self._records.early())
+        if watch.renew():
+            self._clearings.renew(self._gradients.renew(watch.tracked))
+            watch.grad_norms = None
+            watch.capture.renew(watch.model)
+            self.blind_spots.groups_changed()
+            self._guards.listen_all(watch.groups_changed)
 
     def _begin_step(self) -> None:
         self._stepped = False
@@ -177,6 +192,8 @@ class Loop:
             self._open[index] = 1
         self._stepped_by_scaler, self._observed = True, None
         self.blind_spots.step()
+        if watch.regrouped():
+            self._or_no_step(index, self._renew)
         watch.step, watch.closure = self._progress.steps[index], closure
         watch.versions.step_begins((index, watch.step))
         if not closure:

@@ -69,7 +69,13 @@ class ReplicaSync(Guard):
     def attach(self, watch: Watch) -> None:
         super().attach(watch)
         self._clear()
-        for name, tensor in watch.parameters.items():
+        self._list()
+        watch.groups_changed.append(self._list)
+        watch.forward_begins.append(self._forward_begins)
+
+    def _list(self) -> None:
+        self._names, self._tensors, self._sharded, self._after_backward = [], [], [], None
+        for name, tensor in self.watch.parameters.items():
             if self._only and not any(fnmatchcase(name, pattern) for pattern in self._only):
                 continue
             if hasattr(tensor, "to_local"):
@@ -77,7 +83,6 @@ class ReplicaSync(Guard):
             else:
                 self._names.append(name)
                 self._tensors.append(tensor)
-        watch.forward_begins.append(self._forward_begins)
 
     def detach(self) -> None:
         self._clear()

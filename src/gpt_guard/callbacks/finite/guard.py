@@ -98,6 +98,7 @@ class FiniteGuard(Guard):
         # What is bad already may yet be loaded: it is told when a forward or a step uses it.
         self._state.settle()
         self._untouched = self._state.buffer_versions()
+        watch.groups_changed.append(self._groups_changed)
         watch.forward_begins.append(self._forward_begins)
         if not watch.immediate:
             watch.forward_ended.append(self._forward_ended)
@@ -117,6 +118,11 @@ class FiniteGuard(Guard):
         doors_only = self.outputs and not self.modules
         insides = ["the inside of the model: only what it returns is tested (modules=False)"] if doors_only else []
         return insides + sorted(self.watch.tap.unwatched)
+
+    def _groups_changed(self) -> None:
+        """What is bad in new tensors may yet be loaded, as on entry: it is told when a forward or a step uses it."""
+        self._state.renew(self.watch.model)
+        self._at_step = AtStep()
 
     def _forward_begins(self) -> None:
         self._reported.begin()

@@ -53,6 +53,7 @@ class LoopOrder(Guard):
     def attach(self, watch: Watch) -> None:
         super().attach(watch)
         TRAIN.add(self)
+        watch.groups_changed.append(self._groups_changed)
         watch.inspection.on_begin(self._begin)
         watch.inspection.on_end(self._end)
 
@@ -62,6 +63,10 @@ class LoopOrder(Guard):
         super().detach()
 
     # Inspected steps.
+
+    def _groups_changed(self) -> None:
+        if self._recorder is not None:
+            self._recorder.renew()
 
     def _begin(self) -> None:
         watch = self.watch

@@ -106,10 +106,7 @@ class OwnGradients:
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        self.tensors = tensors
-        self.ids = {id(tensor) for tensor in tensors}
-        self.state: State = gradient_state(tensors)
-        self.applied: State = ()
+        self.take(tensors)
         self.events: list[LoopEvent] | None = []
         self.last: LoopEvent | None = None
         self.fresh = False
@@ -117,6 +114,13 @@ class OwnGradients:
         self.loose = False
         self.unscaled = False
         self.steps = 0
+
+    def take(self, tensors: list[Tensor]) -> None:
+        """Go on with these parameters: of what was done to their gradients before, nothing is known."""
+        self.tensors = tensors
+        self.ids = {id(tensor) for tensor in tensors}
+        self.state: State = gradient_state(tensors)
+        self.applied: State = ()
 
     def holds_any(self, ids: set[int]) -> bool:
         """Whether one of its parameters, or their gradients, is among these."""
@@ -146,6 +150,12 @@ class LoopRecorder:
         self._before_clearing: set[int] = set()
         self._pending, self._number = _NO_LOSS, -1
         self._put = 0
+
+    def renew(self) -> None:
+        """The optimizers hold other tensors: the cycles in which they got them are not judged."""
+        for index, own in enumerate(self._own):
+            own.take(list(self._watch.held_by(index).values()))
+            own.events = None
 
     def cycle(self, index: int) -> tuple[LoopEvent | None, list[LoopEvent]]:
         """The last step of an optimizer, if it was seen, and all events since; none where some are no longer kept."""

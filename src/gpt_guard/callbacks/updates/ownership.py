@@ -133,7 +133,8 @@ class Ownership:
 
     def _unheld_finding(self, names: list[str], sizes: Mapping[str, int], step: int) -> Finding:
         watch = self._watch
-        replaced = [name for name in names if watch.name_of(watch.model.get_parameter(name)) is None]
+        own = [(name, watch.model.get_parameter(name)) for name in names]
+        replaced = [name for name, tensor in own if name in watch.exchanged or watch.name_of(tensor) is None]
         path, kind = watch.owner_of(names[0])
         many = len(names) > 1
         extra = len(watch.extra)

@@ -51,6 +51,11 @@ class TiedWeights(Guard):
     def attach(self, watch: Watch) -> None:
         super().attach(watch)
         self._clear()
+        self._find_shared()
+        watch.groups_changed.append(self._find_shared)
+
+    def _find_shared(self) -> None:
+        watch, self._shared = self.watch, []
         held = [watch.held_by(index) for index in range(len(watch.optimizers))]
         for name, tensor in watch.tracked.items():
             optimizers = {index for index, own in enumerate(held) if name in own}

@@ -120,6 +120,9 @@ class NoCapture:
     def step_ended(self) -> None:
         """Nothing was kept."""
 
+    def renew(self, model: nn.Module) -> None:
+        """Nothing is kept."""
+
 
 class Capture(NoCapture):
     """The calls of the model in the step being prepared, oldest first, and the newest evaluation.
@@ -258,6 +261,15 @@ class Capture(NoCapture):
         self.step_ended()
         self.evaluation = None
         self._parameters.clear()
+
+    def renew(self, model: nn.Module) -> None:
+        """Go on with the parameters that the model has now; a call since which none was written to stays such a one."""
+        before = self.parameter_versions()
+        self._parameters = list(model.parameters())
+        now = self.parameter_versions()
+        for call in self.calls if self.evaluation is None else (*self.calls, self.evaluation):
+            if call.parameters == before:
+                call.parameters = now
 
     def parameter_versions(self) -> list[int]:
         """How often each parameter was written to: 40 ns for each."""

@@ -103,7 +103,7 @@ def spoil(grad: Tensor) -> Tensor:
 @ADD
 def test_a_bad_gradient_set_by_hand_halts_before_the_update(add: Add, reads: Any) -> None:
     model, optimizer = start(add)
-    with pytest.raises(NonFiniteError) as caught, Guardian(model, optimizer, sinks=[], reads=reads):
+    with pytest.raises(NonFiniteError) as caught, Guardian(model, optimizer, sinks=[], reads=reads):  # noqa: PT012  # the loop halts, wherever it stands
         for step, name, _ in loop(model, optimizer, add):
             if step == BAD:
                 expected, tensor = name, named(model, name)
@@ -119,7 +119,7 @@ def test_a_bad_gradient_set_by_hand_halts_before_the_update(add: Add, reads: Any
 @ADD
 def test_a_bad_gradient_out_of_backward_halts_before_the_update(add: Add, reads: Any) -> None:
     model, optimizer = start(add)
-    with pytest.raises(NonFiniteError) as caught, Guardian(model, optimizer, sinks=[], reads=reads):
+    with pytest.raises(NonFiniteError) as caught, Guardian(model, optimizer, sinks=[], reads=reads):  # noqa: PT012  # the loop halts, wherever it stands
         for step, name, _ in loop(model, optimizer, add):
             if step == BAD - 1:
                 expected, tensor = name, named(model, name)
@@ -139,7 +139,10 @@ def test_what_is_added_between_backward_and_step_is_judged_in_that_step(reads: A
     model = Net()
     model.trunk.requires_grad_(False)
     optimizer = SGD(model.head.parameters(), lr=0.05)
-    with pytest.raises(NonFiniteError) as caught, Guardian(model, optimizer, sinks=[], reads=reads):
+    with (
+        pytest.raises(NonFiniteError) as caught,
+        Guardian(model, optimizer, sinks=[], reads=reads),
+    ):  # the loop halts, wherever it stands
         for _ in loop(model, optimizer, add_bad, late=True):
             pass
     found = caught.value.finding
@@ -165,7 +168,7 @@ class Spoiling(SGD):
 def test_a_step_that_spoils_a_new_parameter_is_found(add: Add, reads: Any) -> None:
     model = Net()
     optimizer = Spoiling(model.parameters(), lr=0.05)
-    with pytest.raises(NonFiniteError) as caught, Guardian(model, optimizer, sinks=[], reads=reads):
+    with pytest.raises(NonFiniteError) as caught, Guardian(model, optimizer, sinks=[], reads=reads):  # noqa: PT012  # the loop halts, wherever it stands
         for step, name, _ in loop(model, optimizer, add):
             if step == BAD:
                 expected, optimizer.victim = name, named(model, name)
@@ -177,7 +180,7 @@ def test_a_step_that_spoils_a_new_parameter_is_found(add: Add, reads: Any) -> No
 @pytest.mark.parametrize("add", [new_head, head_in_place_of_the_old])
 def test_a_write_between_steps_to_a_new_parameter_is_found(add: Add, reads: Any) -> None:
     model, optimizer = start(add)
-    with pytest.raises(NonFiniteError) as caught, Guardian(model, optimizer, sinks=[], reads=reads):
+    with pytest.raises(NonFiniteError) as caught, Guardian(model, optimizer, sinks=[], reads=reads):  # noqa: PT012  # the loop halts, wherever it stands
         for step, name, _ in loop(model, optimizer, add):
             if step == BAD:
                 expected = name
@@ -192,7 +195,7 @@ def codes(sink: Kept) -> set[str]:
 
 
 # Of the old head that the optimizer still holds, and of a tensor that is not the model's, a note is right.
-NOTES = {new_head: {"GG307"}, loose: {"GG307"}}
+NOTES: dict[Add, set[str]] = {new_head: {"GG307"}, loose: {"GG307"}}
 
 
 @READS
@@ -288,7 +291,10 @@ def test_two_optimizers(reads: Any) -> None:
 
     model = Gan()
     optimizers = [SGD(each.parameters(), lr=0.01) for each in (model.generator, model.critic)]
-    with pytest.raises(NonFiniteError) as caught, Guardian(model, optimizers, sinks=[], reads=reads):
+    with (
+        pytest.raises(NonFiniteError) as caught,
+        Guardian(model, optimizers, sinks=[], reads=reads),
+    ):  # the loop halts, wherever it stands
         train_gan(model, optimizers, bad="critic.weight")
     assert (caught.value.finding.code, caught.value.finding.parameter) == ("GG104", "critic.weight")
     assert torch.isfinite(model.critic.weight).all()
@@ -296,7 +302,7 @@ def test_two_optimizers(reads: Any) -> None:
 
 def test_what_is_exchanged_without_a_trace_in_the_lists_is_seen_from_the_next_step_on() -> None:
     model, optimizer = start(new_head)
-    with pytest.raises(NonFiniteError) as caught, Guardian(model, optimizer, sinks=[]):
+    with pytest.raises(NonFiniteError) as caught, Guardian(model, optimizer, sinks=[]):  # noqa: PT012  # the loop halts, wherever it stands
         for step, _, _ in loop(model, optimizer, lambda *_: "trunk.weight"):
             if step == ADDED + 3:
                 model.trunk.weight = nn.Parameter(model.trunk.weight.detach().clone())

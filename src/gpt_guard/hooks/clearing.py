@@ -44,7 +44,7 @@ class Clearing:
         self.left: Any = None
 
     def renew(self, places: Sequence[int], moved: Sequence[int | None], state: State) -> None:
-        """Go on with other parameters: `moved` tells where each gradient of `state` stood before, None for a new one."""
+        """Go on with other parameters: `moved` tells where each gradient of `state` stood before, None if new."""
         before, self._places = self._places, list(places)
         self._whole = self._places == list(range(len(state)))
         self._left = (

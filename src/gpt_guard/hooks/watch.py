@@ -25,7 +25,7 @@ class _Group(NamedTuple):
     """A parameter group as it was: its list, how many tensors that held, and the last of them."""
 
     tensors: Sequence[Tensor]
-    count: int
+    size: int
     last: Tensor | None
 
     @classmethod
@@ -104,7 +104,7 @@ class Watch:
         self._groups = [[_Group.of(group["params"]) for group in each.param_groups] for each in self.optimizers]
 
     def regrouped(self) -> bool:
-        """Whether the optimizers may hold other tensors than the table has: by their lists, how long each is and its end.
+        """Whether the optimizers may hold other tensors than the table has: by their lists, their lengths and their ends.
 
         Runs before each backward and step. All tensors are compared only in an inspected step.
         """

@@ -76,9 +76,9 @@ class StateWatch:
             self.left_out |= set(self._buffers)
 
     def renew(self, model: nn.Module) -> None:
-        """Go on with the parameters and buffers that the model has now; of new ones, those bad now count as at the start."""
+        """Go on with the parameters and buffers that the model has now; new ones that are bad were so at the start."""
         parameters, buffers = self._parameters, self._buffers
-        left_out, at_start, masks, told, shapes = self.left_out, self.at_start, self.masks, self.told, self._shapes
+        left_out, at_start, known, told, shapes = self.left_out, self.at_start, self.known, self.told, self._shapes
         self._list(model)
         same = {name for name, tensor in self._parameters.items() if parameters.get(name) is tensor}
         # A forward may put a new tensor into a buffer: it is still the same one of its owner.
@@ -88,7 +88,7 @@ class StateWatch:
         self.settle()
         self.left_out = (self.left_out - same) | (left_out & same)
         self.at_start |= at_start & same
-        self.masks |= masks
+        self.known = KnownState(self.known.masks | known.masks, known.harmless)
         self.told = told & same
         self._shapes = {**self._shapes, **{name: shape for name, shape in shapes.items() if name in same}}
         self._kept = _Kept(-1, [], [], False)

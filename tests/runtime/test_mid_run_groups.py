@@ -142,7 +142,7 @@ def test_what_is_added_between_backward_and_step_is_judged_in_that_step(reads: A
     with (
         pytest.raises(NonFiniteError) as caught,
         Guardian(model, optimizer, sinks=[], reads=reads),
-    ):  # the loop halts, wherever it stands
+    ):
         for _ in loop(model, optimizer, add_bad, late=True):
             pass
     found = caught.value.finding
@@ -294,7 +294,7 @@ def test_two_optimizers(reads: Any) -> None:
     with (
         pytest.raises(NonFiniteError) as caught,
         Guardian(model, optimizers, sinks=[], reads=reads),
-    ):  # the loop halts, wherever it stands
+    ):
         train_gan(model, optimizers, bad="critic.weight")
     assert (caught.value.finding.code, caught.value.finding.parameter) == ("GG104", "critic.weight")
     assert torch.isfinite(model.critic.weight).all()

@@ -104,7 +104,7 @@ class Watch:
         self._groups = [[_Group.of(group["params"]) for group in each.param_groups] for each in self.optimizers]
 
     def regrouped(self) -> bool:
-        """Whether the optimizers may hold other tensors than the table has: by their lists, their lengths and their ends.
+        """Whether the optimizers may hold other tensors than the table has: by their lists, lengths and last tensors.
 
         Runs before each backward and step. All tensors are compared only in an inspected step.
         """

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from gpt_guard import Guardian, NonFiniteError
+from gpt_guard import Finding, Guardian, NonFiniteError
 
 from .loop_kit import Kept
 
@@ -95,38 +95,52 @@ def loop(model: Net, optimizer: Optimizer, add: Add, *, late: bool = False) -> I
         optimizer.step()
 
 
-def spoil(grad: Tensor) -> Tensor:
-    return torch.full_like(grad, float("nan"))
+Act = Callable[[Net, Optimizer, int, str], None]
+
+
+def halted(model: Net, optimizer: Optimizer, add: Add, act: Act, *, late: bool = False, **options: Any) -> Finding:
+    """What the loop is halted with, where `act` does something between each backward and its step."""
+    with pytest.raises(NonFiniteError) as caught:
+        guarded(model, optimizer, add, act, late=late, **options)
+    return caught.value.finding
+
+
+def guarded(model: Net, optimizer: Optimizer, add: Add, act: Act, *, late: bool = False, **options: Any) -> None:
+    with Guardian(model, optimizer, sinks=[], **options):
+        for step, name, _ in loop(model, optimizer, add, late=late):
+            act(model, optimizer, step, name)
+
+
+def nothing(_model: Net, _optimizer: Optimizer, _step: int, _name: str) -> None:
+    return None
+
+
+def set_by_hand(model: Net, _optimizer: Optimizer, step: int, name: str) -> None:
+    if step == BAD:
+        grad = named(model, name).grad
+        assert grad is not None
+        grad.view(-1)[0] = float("nan")
+
+
+def out_of_backward(model: Net, _optimizer: Optimizer, step: int, name: str) -> None:
+    if step == BAD - 1:
+        named(model, name).register_hook(lambda grad: torch.full_like(grad, float("nan")))
 
 
 @READS
 @ADD
-def test_a_bad_gradient_set_by_hand_halts_before_the_update(add: Add, reads: Any) -> None:
-    model, optimizer = start(add)
-    with pytest.raises(NonFiniteError) as caught, Guardian(model, optimizer, sinks=[], reads=reads):  # noqa: PT012  # the loop halts, wherever it stands
-        for step, name, _ in loop(model, optimizer, add):
-            if step == BAD:
-                expected, tensor = name, named(model, name)
-                before = tensor.detach().clone()
-                assert tensor.grad is not None
-                tensor.grad.view(-1)[0] = float("nan")
-    found = caught.value.finding
-    assert (found.code, found.step, found.parameter) == ("GG104", BAD, expected)
-    assert torch.equal(tensor, before)
+@pytest.mark.parametrize("act", [set_by_hand, out_of_backward])
+def test_a_bad_gradient_halts_before_the_update(act: Act, add: Add, reads: Any) -> None:
+    names = []
 
+    def adding(model: Net, optimizer: Optimizer) -> str:
+        names.append(add(model, optimizer))
+        return names[0]
 
-@READS
-@ADD
-def test_a_bad_gradient_out_of_backward_halts_before_the_update(add: Add, reads: Any) -> None:
     model, optimizer = start(add)
-    with pytest.raises(NonFiniteError) as caught, Guardian(model, optimizer, sinks=[], reads=reads):  # noqa: PT012  # the loop halts, wherever it stands
-        for step, name, _ in loop(model, optimizer, add):
-            if step == BAD - 1:
-                expected, tensor = name, named(model, name)
-                tensor.register_hook(spoil)
-    found = caught.value.finding
-    assert (found.code, found.step, found.parameter) == ("GG104", BAD, expected)
-    assert torch.isfinite(tensor).all()
+    found = halted(model, optimizer, adding, act, reads=reads)
+    assert (found.code, found.step, found.parameter) == ("GG104", BAD, names[0])
+    assert torch.isfinite(named(model, names[0])).all()
 
 
 @READS
@@ -136,16 +150,8 @@ def test_what_is_added_between_backward_and_step_is_judged_in_that_step(reads: A
         model.trunk.weight.grad = torch.full_like(model.trunk.weight, float("nan"))
         return name
 
-    model = Net()
-    model.trunk.requires_grad_(False)
-    optimizer = SGD(model.head.parameters(), lr=0.05)
-    with (
-        pytest.raises(NonFiniteError) as caught,
-        Guardian(model, optimizer, sinks=[], reads=reads),
-    ):
-        for _ in loop(model, optimizer, add_bad, late=True):
-            pass
-    found = caught.value.finding
+    model, optimizer = start(unfreeze)
+    found = halted(model, optimizer, add_bad, nothing, late=True, reads=reads)
     assert (found.code, found.step, found.parameter) == ("GG104", ADDED, "trunk.weight")
     assert torch.isfinite(model.trunk.weight).all()
 
@@ -163,31 +169,25 @@ class Spoiling(SGD):
         return result
 
 
+def spoil_in_the_step(model: Net, optimizer: Optimizer, step: int, name: str) -> None:
+    if step == BAD:
+        assert isinstance(optimizer, Spoiling)
+        optimizer.victim = named(model, name)
+
+
+def write_before_the_step(model: Net, _optimizer: Optimizer, step: int, name: str) -> None:
+    if step == BAD:
+        with torch.no_grad():
+            named(model, name).view(-1)[0] = float("nan")
+
+
 @READS
 @pytest.mark.parametrize("add", [new_head, head_in_place_of_the_old])
-def test_a_step_that_spoils_a_new_parameter_is_found(add: Add, reads: Any) -> None:
+@pytest.mark.parametrize(("act", "code"), [(spoil_in_the_step, "GG106"), (write_before_the_step, "GG105")])
+def test_a_new_parameter_that_turns_bad_is_found(act: Act, code: str, add: Add, reads: Any) -> None:
     model = Net()
-    optimizer = Spoiling(model.parameters(), lr=0.05)
-    with pytest.raises(NonFiniteError) as caught, Guardian(model, optimizer, sinks=[], reads=reads):  # noqa: PT012  # the loop halts, wherever it stands
-        for step, name, _ in loop(model, optimizer, add):
-            if step == BAD:
-                expected, optimizer.victim = name, named(model, name)
-    found = caught.value.finding
-    assert (found.code, found.step, found.parameter) == ("GG106", BAD, expected)
-
-
-@READS
-@pytest.mark.parametrize("add", [new_head, head_in_place_of_the_old])
-def test_a_write_between_steps_to_a_new_parameter_is_found(add: Add, reads: Any) -> None:
-    model, optimizer = start(add)
-    with pytest.raises(NonFiniteError) as caught, Guardian(model, optimizer, sinks=[], reads=reads):  # noqa: PT012  # the loop halts, wherever it stands
-        for step, name, _ in loop(model, optimizer, add):
-            if step == BAD:
-                expected = name
-                with torch.no_grad():
-                    named(model, name).view(-1)[0] = float("nan")
-    found = caught.value.finding
-    assert (found.code, found.step, found.parameter) == ("GG105", BAD, expected)
+    found = halted(model, Spoiling(model.parameters(), lr=0.05), add, act, reads=reads)
+    assert (found.code, found.step, found.parameter) == (code, BAD, "head.weight")
 
 
 def codes(sink: Kept) -> set[str]:
@@ -291,24 +291,19 @@ def test_two_optimizers(reads: Any) -> None:
 
     model = Gan()
     optimizers = [SGD(each.parameters(), lr=0.01) for each in (model.generator, model.critic)]
-    with (
-        pytest.raises(NonFiniteError) as caught,
-        Guardian(model, optimizers, sinks=[], reads=reads),
-    ):
+    with pytest.raises(NonFiniteError) as caught, Guardian(model, optimizers, sinks=[], reads=reads):
         train_gan(model, optimizers, bad="critic.weight")
     assert (caught.value.finding.code, caught.value.finding.parameter) == ("GG104", "critic.weight")
     assert torch.isfinite(model.critic.weight).all()
 
 
 def test_what_is_exchanged_without_a_trace_in_the_lists_is_seen_from_the_next_step_on() -> None:
+    def exchange(model: Net, optimizer: Optimizer, step: int, name: str) -> None:
+        if step == ADDED:
+            model.trunk.weight = nn.Parameter(model.trunk.weight.detach().clone())
+            optimizer.param_groups[0]["params"][0] = model.trunk.weight
+        set_by_hand(model, optimizer, step, name)
+
     model, optimizer = start(new_head)
-    with pytest.raises(NonFiniteError) as caught, Guardian(model, optimizer, sinks=[]):  # noqa: PT012  # the loop halts, wherever it stands
-        for step, _, _ in loop(model, optimizer, lambda *_: "trunk.weight"):
-            if step == ADDED + 3:
-                model.trunk.weight = nn.Parameter(model.trunk.weight.detach().clone())
-                optimizer.param_groups[0]["params"][0] = model.trunk.weight
-            if step == ADDED + 5:
-                assert model.trunk.weight.grad is not None
-                model.trunk.weight.grad[0, 0] = float("nan")
-    found = caught.value.finding
-    assert (found.code, found.step, found.parameter) == ("GG104", ADDED + 5, "trunk.weight")
+    found = halted(model, optimizer, lambda *_: "trunk.weight", exchange)
+    assert (found.code, found.step, found.parameter) == ("GG104", BAD, "trunk.weight")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from gpt_guard.callbacks.base import Guard
@@ -132,6 +133,9 @@ class GuardRunner:
         try:
             guard.detach()
         except Exception as error:
+            # It may run twice: what the failure has cut off is undone by the second time.
+            with suppress(Exception):
+                guard.detach()
             self._report(guard, error)
         finally:
             guard._watch = None

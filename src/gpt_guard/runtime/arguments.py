@@ -127,7 +127,7 @@ def reads_at_once(reads: Reads, model: nn.Module) -> bool:
     """Whether values are read where they are made: as asked, or where all of the model is on the CPU."""
     if reads != "auto":
         return reads == "immediate"
-    return all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers()))
+    return all(device.type == "cpu" for device in {tensor.device for tensor in (*model.parameters(), *model.buffers())})
 
 
 def checked_folder(run_dir: Any) -> Path | None:

@@ -101,7 +101,7 @@ def _profile(stack: _Stack, norms: dict[str, float | None]) -> dict[str, float]:
 def _stacks(watch: Watch) -> list[_Stack]:
     found: list[_Stack] = []
     for path, module in watch.model.named_modules():
-        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) >= _LEAST_BLOCKS:
             named = [(f"{path}.{key}" if path else key, child) for key, child in module.named_children()]
             blocks = [(name, weights) for name, child in named if (weights := _weights(watch, child))]
             if len(blocks) >= _LEAST_BLOCKS:

@@ -56,7 +56,7 @@ def copy_weights(model: nn.Module, found: Match, stored: Stored, strict: bool, r
         model.load_state_dict(state, strict=strict and found.fits)
     except BaseException as error:
         _put_back(before)
-        if not isinstance(error, (RuntimeError, TypeError, ValueError, KeyError, AttributeError, NotImplementedError)):
+        if not isinstance(error, (RuntimeError, TypeError, ValueError, KeyError, AttributeError)):
             raise
         lines = [printable(line.strip(), 200) for line in str(error).splitlines()[:4] if line.strip()]
         seen = f"{type(model).__name__} does not take the weights in {stored.path}: {' '.join(lines[-3:])}"

@@ -124,11 +124,6 @@ def clearly_falling(losses: Sequence[float | None]) -> bool:
     return _trend(losses) > _FALLING
 
 
-def clearly_rising(losses: Sequence[float | None]) -> bool:
-    """Whether they have an upward trend, by four standard deviations: a much rarer chance, for a louder word."""
-    return _trend(losses) < -_RISING
-
-
 def _trend(losses: Sequence[float | None]) -> float:
     """The Mann-Kendall statistic in its standard deviations, positive where losses fall; 0 for fewer than eight."""
     known = [loss for loss in losses if loss is not None and math.isfinite(loss)]

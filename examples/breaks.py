@@ -65,10 +65,10 @@ class Break:
         said = [f"{each.code} {each.title}, step {each.step}, {each.guard}" for each in found]
         if error is not None and not isinstance(error, GuardError):
             said.append(f"torch itself: {type(error).__name__}: {error}")
-        for line in said or ["no guard"]:
-            print(f"  {line}")
         if self.name == "wrong-arch":
-            load_into_wrong_models(self.out / "checkpoints" / "mini_gpt_latest.pt")
+            said += load_into_wrong_models(self.out / "checkpoints" / "mini_gpt_latest.pt")
+        for line in said or ["nothing"]:
+            print(f"  {line}")
         here = f"cd {shlex.quote(str(self.out))} && PYTHONPATH={shlex.quote(str(Path(__file__).resolve().parent))}"
         print(f"run next:\n  {here} gpt-guard {self.command}\n", flush=True)
 
@@ -101,7 +101,8 @@ def chosen(args: argparse.Namespace) -> Break:
 @breaks(
     "no-shift",
     "get_batch",
-    "the targets are the inputs themselves, not one token later",
+    "the targets are the inputs themselves, not one token later: the loss in training falls to nothing, "
+    "the loss on true targets at each validation rises",
     "LossInputs (GG653) should speak in the first step, and preflight's trained loss (GG658)",
     "check --only initial-loss",
 )
@@ -171,17 +172,18 @@ def nothing_until_the_checkpoint_is_loaded(args: argparse.Namespace) -> argparse
     return args
 
 
-def load_into_wrong_models(path: Path) -> None:
-    """Load a checkpoint of the example into models of another vocabulary, width and depth, and print what is said."""
+def load_into_wrong_models(path: Path) -> list[str]:
+    """Load a checkpoint of the example into models of another vocabulary, width and depth; returns what is said."""
     if not path.is_file():
-        print(f"  {path} was not written")
-        return
+        return [f"{path} was not written"]
+    said = []
     config = MiniGPTConfig(**load_for_resume(path)["config"])
     for what, build in WRONG.items():
         try:
             load_checkpoint(path, build(config))
         except GuardError as error:
-            print(f"  {what}: {error.finding.code} {error.finding.seen}\n    {error.finding.causes[0]}")
+            said.append(f"{what}: {error.finding.code} {error.finding.seen}\n    {error.finding.causes[0]}")
+    return said
 
 
 @breaks(
@@ -210,7 +212,7 @@ def nan_in_a_weight(loop: tuple[ExitStack, MiniGPT]) -> tuple[ExitStack, MiniGPT
 
 
 @breaks(
-    "list",
+    "python-list",
     "model",
     "the blocks are in a Python list instead of a ModuleList",
     "ParamDeltaProbe (GG303) should speak",

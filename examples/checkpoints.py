@@ -1,4 +1,7 @@
-"""Checkpoints of the example: plain `torch.save`, written whole or not at all, and enough in them to go on exactly."""
+"""Checkpoints of the example: plain `torch.save`, written whole or not at all, and enough in them to go on exactly.
+
+A new run never writes over another one.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,17 @@ KEYS = {
 
 class CheckpointProblem(Exception):
     """A checkpoint that cannot be gone on from; the message names the file and the remedy."""
+
+
+def unused_folder(wanted: Path) -> Path:
+    """The folder itself, or the first of `wanted-2`, `wanted-3`, ... in which no run has left anything."""
+    folder, number = wanted, 1
+    while (folder / "steps.jsonl").exists() or any((folder / "checkpoints").glob("*.pt")):
+        number += 1
+        folder = wanted.with_name(f"{wanted.name}-{number}")
+    if folder != wanted:
+        print(f"{wanted} holds a run already: this one goes to {folder} (--resume goes on with the old one)")
+    return folder
 
 
 def save_atomically(content: object, path: Path) -> None:

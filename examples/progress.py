@@ -50,9 +50,12 @@ class TrainingProgress(AbstractContextManager["TrainingProgress"]):
 
     def show(self, step: int, *, loss: float, lr: float, grad_norm: float) -> None:
         """Take the figures after `step` steps; the rate is the mean since the start, validation included."""
-        rate = (step - self.start) * self.tokens / (time.perf_counter() - self._began)
+        spent = time.perf_counter() - self._began
+        rate = (step - self.start) * self.tokens / spent
         facts = f"loss {loss:.3f}  lr {lr:.1e}  grad norm {grad_norm:.2f}  {rate:,.0f} tokens/s"
         self._bar.update(self._task, completed=step, facts=facts)
         if not self._terminal and (step >= self._next_line or step == self.total):
             self._next_line = step + self._every
-            print(f"step {step:>5}/{self.total}  {facts}", file=sys.stderr, flush=True)
+            left = spent / (step - self.start) * (self.total - step)
+            rest = f"  about {left:.0f} s left" if step < self.total else ""
+            print(f"step {step:>5}/{self.total}  {facts}{rest}", file=sys.stderr, flush=True)

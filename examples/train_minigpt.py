@@ -21,7 +21,14 @@ from torch import Tensor
 
 import breaks  # guard
 from char_tokenizer import CharTokenizer
-from checkpoints import CheckpointProblem, load_for_resume, random_state, restore_random_state, save_atomically
+from checkpoints import (
+    CheckpointProblem,
+    load_for_resume,
+    random_state,
+    restore_random_state,
+    save_atomically,
+    unused_folder,
+)
 from corpus import CorpusError, load_corpus
 from gpt_guard import Guardian  # guard
 from halt import exit_on_halt  # guard
@@ -60,10 +67,12 @@ def rate(text: str) -> float:
 
 parser = argparse.ArgumentParser(description="Train a small GPT on real text, character by character.")
 parser.add_argument("--corpus", default="pydoc", help="pydoc (needs no file), a text file, or a folder of splits")
-parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for all that is written")
+parser.add_argument(
+    "--out", type=Path, default=Path("runs/demo"), help="folder for all that is written; never one of another run"
+)
 parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in --out")
 parser.add_argument("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto")
-parser.add_argument("--steps", type=count, default=3000, help="optimizer steps in all")
+parser.add_argument("--steps", type=count, default=2000, help="optimizer steps in all")
 parser.add_argument("--eval-every", type=count, default=250, help="steps between validations")
 parser.add_argument("--batch-size", type=count, default=8)
 parser.add_argument("--lr", type=rate, default=3e-3, help="learning rate at the end of the warm-up")
@@ -78,6 +87,8 @@ def fail(message: object) -> NoReturn:
     parser.exit(2, f"{parser.prog}: {message}\n")
 
 
+if not args.resume:
+    args.out = unused_folder(args.out)
 checkpoint: dict[str, Any] = {}
 out: Path = args.out
 latest_path = out / "checkpoints" / "mini_gpt_latest.pt"
@@ -100,6 +111,9 @@ elif args.device == "cuda" and not torch.cuda.is_available():
 elif args.device == "mps" and not torch.backends.mps.is_available():
     fail("--device mps: this torch sees no Metal device; use --device cpu")
 device = torch.device(args.device)
+if device.type == "cpu":
+    # Threads that share this little work spend their time waiting for each other, most of all on a busy machine.
+    torch.set_num_threads(1)
 
 # Text to ids. The vocabulary is that of the whole corpus: it says which characters exist, not what follows what, and
 # a character that only validation has must not be without an id.
@@ -110,9 +124,6 @@ except CorpusError as error:
 tokenizer = CharTokenizer.from_text(corpus.text)
 tokenizer_path = out / "tokenizer" / "char_tokenizer.json"
 trained_with = checkpoint.get("tokenizer_fingerprint")
-if not checkpoint and tokenizer_path.is_file():
-    with contextlib.suppress(ValueError):
-        trained_with = CharTokenizer.load(tokenizer_path).fingerprint
 if trained_with not in (None, tokenizer.fingerprint):
     mismatch = tokenizer.explain_mismatch(trained_with, tokenizer_path)
     fail(f"the run in {out} {mismatch}. Give the corpus of that run, or another --out for a new one.")

@@ -16,7 +16,7 @@ case "$*" in
     *version_info*) [ "$STUB_VERSION" != 3.9.2 ] ;;
     *ensurepip*) [ -z "$STUB_NO_VENV" ] ;;
     "-m venv "*) echo "$*" >>calls && mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-    "-m pip "*) echo "$*" >>calls && [ -z "$STUB_PIP_FAILS" ] ;;
+    "-m pip "*) sleep "${STUB_PIP_TAKES:-0}" && echo "$*" >>calls && [ -z "$STUB_PIP_FAILS" ] ;;
 esac
 """
 
@@ -35,10 +35,16 @@ class Clone:
 
     def setup(self, what: str, **environment: str) -> subprocess.CompletedProcess[str]:
         (self.folder / "calls").unlink(missing_ok=True)
+        process = self.start(what, **environment)
+        out, err = process.communicate(timeout=60)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def start(self, what: str, **environment: str) -> subprocess.Popen[str]:
         stub = {"STUB_VERSION": "3.11.0", "STUB_NO_VENV": "", "STUB_PIP_FAILS": ""}
         given = {"PATH": os.environ["PATH"], "PYTHON": "./python-stub", "VENV": ".venv", **stub, **environment}
         command = ["sh", str(ROOT / ".ci" / "setup"), what]
-        return subprocess.run(command, cwd=self.folder, env=given, capture_output=True, text=True, timeout=60)
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, cwd=self.folder, env=given, stdout=pipe, stderr=pipe, text=True)
 
     def calls(self) -> list[str]:
         log = self.folder / "calls"
@@ -85,6 +91,27 @@ def test_an_environment_that_a_kill_left_half_made_is_made_anew(clone: Clone) ->
     assert clone.setup("examples").returncode == 0
     assert clone.calls() == ["venv", "pip"]
     assert not (clone.venv / "left-over").exists()
+
+
+def test_of_two_at_once_one_installs_and_the_other_waits(clone: Clone) -> None:
+    both = [clone.start("examples", STUB_PIP_TAKES="1") for _ in range(2)]
+    shown = [process.communicate(timeout=60) for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert clone.calls() == ["venv", "pip"]
+    assert sum("waiting for it" in out for out, _ in shown) == 1
+    assert not list(clone.folder.glob(".venv.lock*"))
+
+
+def test_a_lock_whose_owner_was_killed_is_taken_over(clone: Clone) -> None:
+    killed = clone.start("examples", STUB_PIP_TAKES="2")
+    lock = clone.folder / ".venv.lock" / "pid"
+    while not (lock.exists() and lock.read_text().strip()):
+        assert killed.poll() is None
+    killed.kill()
+    killed.communicate(timeout=60)
+    assert clone.setup("examples").returncode == 0
+    assert clone.calls()[-1] == "pip"
+    assert not list(clone.folder.glob(".venv.lock*"))
 
 
 def test_an_environment_whose_python_is_gone_is_made_anew(clone: Clone) -> None:

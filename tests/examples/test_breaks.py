@@ -94,7 +94,7 @@ def test_the_planted_nan_is_found_again_in_what_the_run_left(
     [
         ("lr", ("GG2", "GG3", "GG4")),
         ("freeze", ("GG3",)),
-        ("list", ("GG303",)),
+        ("python-list", ("GG303",)),
         ("no-eval", ("GG501",)),
     ],
 )
@@ -129,7 +129,7 @@ def test_what_is_there_from_the_first_step_is_found_in_it_and_by_the_printed_com
 
 def test_the_same_commands_find_nothing_in_a_healthy_run(train: Run, in_run: Path) -> None:
     train(*LEARNED)
-    for name in ("no-shift", "no-mask", "token-id", "list"):
+    for name in ("no-shift", "no-mask", "token-id", "python-list"):
         command = re.sub(r" --model \S+", "", BREAKS[name].command)
         status, out = gpt_guard(*command.split())
         assert status == 0, out
@@ -152,7 +152,7 @@ def test_an_id_beyond_the_vocabulary_is_named_before_it_stops_torch_and_is_found
 def test_layers_in_a_list_are_found_before_training(
     train: Run, in_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(*ENOUGH, "--break", "list")
+    train(*ENOUGH, "--break", "python-list")
     status, out = gpt_guard(*printed(capsys.readouterr().out))
     assert status == 1
     assert "GG303" in out
@@ -175,7 +175,7 @@ def test_dropout_is_no_bug_and_is_compared(train: Run, in_run: Path, capsys: pyt
     script = train(*ENOUGH, "--break", "dropout")
     assert script["config"].dropout == 0.2
     shown = capsys.readouterr().out
-    assert told(shown, "dropout") == ["no guard"]
+    assert told(shown, "dropout") == ["nothing"]
     command = printed(shown)
     assert command == ["check", "--only", "overfit", "--compare-dropout"]
     status, out = gpt_guard(*command, "--overfit-steps", "100")
@@ -196,7 +196,7 @@ def test_the_printed_line_can_be_pasted_into_a_shell(
 
 
 def test_every_break_says_what_is_broken_what_should_speak_and_what_to_run() -> None:
-    assert set(BREAKS) == CLASSIC | {"nan", "list", "no-eval"}
+    assert set(BREAKS) == CLASSIC | {"nan", "python-list", "no-eval"}
     for name, each in BREAKS.items():
         assert each.what
         assert each.speaks

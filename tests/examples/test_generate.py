@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mini_gpt import MiniGPT, MiniGPTConfig
-from sampling import next_token_probabilities
+from mini_gpt import MiniGPT, MiniGPTConfig, next_token_probabilities
 
 SMALL = MiniGPTConfig(vocab_size=11, block_size=8, embedding_dim=16, num_heads=2, num_layers=1, dropout=0.5)
 LOGITS = torch.tensor([[3.0, 2.0, 1.0, 0.0, -1.0]])

@@ -52,15 +52,14 @@ def test_resume_of_a_finished_run_trains_no_further(train: Run, tmp_path: Path) 
     assert same(before, load(tmp_path / "run")["model_state_dict"])
 
 
-@pytest.mark.parametrize("options", [("--resume",), ()], ids=["resumed", "new run in the same folder"])
 def test_a_run_with_another_tokenizer_is_refused_and_left_as_it_is(
-    train: Run, refused: Refusal, tmp_path: Path, options: tuple[str, ...]
+    train: Run, refused: Refusal, tmp_path: Path
 ) -> None:
     train("--steps", "2")
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     other = tmp_path / "other.txt"
     other.write_text(TEXT.replace("times", "TIMES"), encoding="utf-8")
-    said = refused(*options, corpus=other)
+    said = refused("--resume", corpus=other)
     assert "belongs to another tokenizer" in said
     assert load(tmp_path / "run")["tokenizer_fingerprint"] in said
     assert "the first id that differs is 13: 'a' there, 'E' here" in said
@@ -78,7 +77,21 @@ def test_resume_without_a_checkpoint_or_with_a_bad_one(train: Run, refused: Refu
 
 
 def test_resume_of_a_run_whose_blocks_were_never_saved(train: Run, refused: Refusal) -> None:
-    train("--steps", "2", "--break", "list")
+    train("--steps", "2", "--break", "python-list")
     said = refused("--resume")
     assert "does not fit this model and optimizer" in said
     assert "blocks.0.attention_norm.weight" in said
+
+
+def test_a_new_run_never_writes_over_another(train: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train("--steps", "2")
+    first = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    for number in (2, 3):
+        train("--steps", "1")
+        assert f"{tmp_path / 'run'} holds a run already: this one goes to {tmp_path / f'run-{number}'}" in (
+            capsys.readouterr().out
+        )
+        assert load(tmp_path / f"run-{number}")["step"] == 1
+    assert first == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    train("--resume", "--steps", "3")
+    assert load(tmp_path / "run")["step"] == 3

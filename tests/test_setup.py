@@ -102,16 +102,34 @@ def test_of_two_at_once_one_installs_and_the_other_waits(clone: Clone) -> None:
     assert not list(clone.folder.glob(".venv.lock*"))
 
 
-def test_a_lock_whose_owner_was_killed_is_taken_over(clone: Clone) -> None:
+def test_a_lock_whose_owner_was_killed_is_taken_over_by_one_of_those_that_wait(clone: Clone) -> None:
     killed = clone.start("examples", STUB_PIP_TAKES="2")
-    lock = clone.folder / ".venv.lock" / "pid"
-    while not (lock.exists() and lock.read_text().strip()):
+    lock = clone.folder / ".venv.lock"
+    while not lock.is_symlink():
         assert killed.poll() is None
     killed.kill()
     killed.communicate(timeout=60)
-    assert clone.setup("examples").returncode == 0
-    assert clone.calls()[-1] == "pip"
+    assert lock.is_symlink()
+    (clone.folder / "calls").unlink(missing_ok=True)
+    waiting = [clone.start("examples") for _ in range(3)]
+    for process in waiting:
+        process.communicate(timeout=60)
+    assert [process.returncode for process in waiting] == [0, 0, 0]
+    assert clone.calls().count("pip") == 1
     assert not list(clone.folder.glob(".venv.lock*"))
+
+
+def test_an_environment_in_a_folder_that_is_not_there_yet(clone: Clone) -> None:
+    assert clone.setup("examples", VENV="not/there/.venv").returncode == 0
+    assert (clone.folder / "not" / "there" / ".venv" / "installed-examples").exists()
+
+
+def test_what_lies_where_the_lock_should_be_is_named_and_not_waited_for(clone: Clone) -> None:
+    (clone.folder / ".venv.lock").mkdir()
+    refused = clone.setup("examples")
+    assert refused.returncode == 1
+    assert ".venv.lock is in the way" in refused.stderr
+    assert (clone.folder / ".venv.lock").is_dir()
 
 
 def test_an_environment_whose_python_is_gone_is_made_anew(clone: Clone) -> None:

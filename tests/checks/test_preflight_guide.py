@@ -55,5 +55,5 @@ def test_tables_name_the_stages_breaks_and_codes_there_are() -> None:
     assert [(int(number), name) for number, name in rows] == list(enumerate(NAMES, start=1))
     exercises = re.findall(r"^\| `([a-z][a-z-]+)` \|", GUIDE, re.MULTILINE)
     assert len(exercises) == 7
-    assert {*exercises, "nan", "list", "no-eval"} == set(BREAKS)
+    assert {*exercises, "nan", "python-list", "no-eval"} == set(BREAKS)
     assert set(re.findall(r"GG\d+", GUIDE)) <= set(catalogue.entries())

@@ -21,8 +21,8 @@ from gpt_guard.blackbox.stored import plain_path
 from gpt_guard.checkpoint.belongs import model_config
 from gpt_guard.checkpoint.fingerprint import unwrap
 from gpt_guard.checks.environment.facts import surroundings
+from gpt_guard.hooks.attributes import own_attributes
 from gpt_guard.records import Record
-from gpt_guard.replaying.isolation import REGISTRIES
 
 MOST = 50_000
 """Entries of a table: a model of more modules is compared in the first ones."""
@@ -144,8 +144,8 @@ def settings_of(model: nn.Module) -> dict[str, str]:
     found = (
         (f"{path}.{name}" if path else name, text)
         for path, module in _modules_of(model).items()
-        for name, value in vars(module).items()
-        if name not in REGISTRIES and (text := _text(value)) is not None
+        for name, value in own_attributes(module)
+        if (text := _text(value)) is not None
     )
     return dict(islice(found, MOST))
 

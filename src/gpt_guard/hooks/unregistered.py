@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gpt_guard.hooks.attributes import kind_of, plain_attributes, tensors_in
 from gpt_guard.hooks.autograd_graph.nodes import leaves as leaves_of
 
-# What nn.Module itself keeps in its __dict__: registered tensors and modules, and hooks.
-_REGISTRIES = frozenset(vars(nn.Module()))
 _MOST_ITEMS = 1000
 _MAX_DEPTH = 4
 _MOST_OBJECTS = 10_000
@@ -19,22 +18,17 @@ _MOST_OBJECTS = 10_000
 
 @dataclass
 class Hidden:
-    """One attribute that hides trainable tensors: `path` of its module, its name and kind, and what is in it.
+    """An attribute that hides trainable tensors: its full path (`blocks.0.experts`), its module, what is in it.
 
     `indirect` where an object that is no module or container holds them, as a helper or a trainer does.
     """
 
-    path: str
+    name: str
+    module: str
     module_class: str
-    attribute: str
     kind: str
     tensors: list[Tensor] = field(default_factory=list)
     indirect: bool = False
-
-    @property
-    def name(self) -> str:
-        """The attribute's full path, e.g. `blocks.0.experts`."""
-        return f"{self.path}.{self.attribute}" if self.path else self.attribute
 
     @property
     def shapes(self) -> str:
@@ -67,35 +61,20 @@ def find_hidden(model: nn.Module, leaves: Sequence[Tensor], *, deep: bool = Fals
 
 def _search(model: nn.Module, wanted: dict[int, Tensor], look: Callable[[Any], Iterator[Tensor]]) -> list[Hidden]:
     found = []
-    for path, module in model.named_modules():
-        for attribute, value in vars(module).items():
-            if attribute in _REGISTRIES or not wanted:
-                continue
-            hidden = Hidden(path, type(module).__name__, attribute, _kind(value))
-            for tensor in look(value):
-                if wanted.pop(id(tensor), None) is not None:
-                    hidden.tensors.append(tensor)
-            if hidden.tensors:
-                found.append(hidden)
+    for name, value, module, path in plain_attributes(model):
+        if not wanted:
+            break
+        hidden = Hidden(name, path, type(module).__name__, kind_of(value))
+        for tensor in look(value):
+            if wanted.pop(id(tensor), None) is not None:
+                hidden.tensors.append(tensor)
+        if hidden.tensors:
+            found.append(hidden)
     return found
 
 
-def _trainable(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if value.requires_grad:
-            yield value
-    elif isinstance(value, nn.Module):
-        yield from value.parameters()
-        if depth < _MAX_DEPTH:
-            for module in value.modules():
-                for attribute, inner in vars(module).items():
-                    if attribute not in _REGISTRIES:
-                        yield from _trainable(inner, depth + 1)
-    elif depth < _MAX_DEPTH and isinstance(value, (list, tuple, set, Mapping)):
-        items = value.values() if isinstance(value, Mapping) else value
-        for place, item in enumerate(items):
-            if place < _MOST_ITEMS:
-                yield from _trainable(item, depth + 1)
+def _trainable(value: Any) -> Iterator[Tensor]:
+    return (tensor for tensor in tensors_in(value) if tensor.requires_grad)
 
 
 def _within(value: Any, seen: set[int], depth: int = 0) -> Iterator[Tensor]:
@@ -123,18 +102,3 @@ def _within(value: Any, seen: set[int], depth: int = 0) -> Iterator[Tensor]:
             yield from _trainable(item)
         else:
             yield from _within(item, seen, depth + 1)
-
-
-def _kind(value: Any) -> str:
-    """What the attribute is, e.g. `list of 2 Linear`."""
-    if isinstance(value, Tensor) and value.grad_fn is not None:
-        return "a tensor computed from an nn.Parameter"
-    if isinstance(value, Tensor):
-        return "a plain tensor" if not isinstance(value, nn.Parameter) else "a Parameter set past nn.Module"
-    if isinstance(value, nn.Module):
-        return f"a {type(value).__name__} set past nn.Module"
-    if not isinstance(value, (list, tuple, set, Mapping)):
-        return f"a {type(value).__name__} object"
-    items = list(value.values() if isinstance(value, Mapping) else value)
-    kinds = {f"{'nn.' if type(item).__module__.startswith('torch.nn.') else ''}{type(item).__name__}" for item in items}
-    return f"a {type(value).__name__} of {len(items)} {kinds.pop() if len(kinds) == 1 else 'items'}"

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
+from gpt_guard.hooks.attributes import own_attributes
 from gpt_guard.hooks.capture.execution_context import SavedHooks, saved_hooks_only
 from gpt_guard.hooks.isolation.preserve import Keeper, python_random_state, restore_random_state
 from gpt_guard.hooks.isolation.rerun import Consumed, consumed, may_block
@@ -32,8 +33,6 @@ _MOST_BYTES = 256 * 2**20
 # Caches and counters are few; a model that holds its trainer, and so all of its data, is not gone through.
 _MOST_OBJECTS = 1000
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
-# What nn.Module itself keeps: registered tensors and modules, hooks, and the mode.
-REGISTRIES = frozenset(vars(nn.Module()))
 _PLAIN = (int, float, str, bool, type(None))
 _READS: dict[Consumed, frozenset[str]] = {
     "iterator": frozenset({"send", "throw"}),
@@ -146,12 +145,11 @@ def copy_containers(model: nn.Module) -> None:
     """
     copies: dict[int, Any] = {}
     for module in model.modules():
-        attributes = vars(module)
-        for name, value in attributes.items():
-            if type(value) in _CONTAINERS and name not in REGISTRIES:
+        for name, value in own_attributes(module):
+            if type(value) in _CONTAINERS:
                 if id(value) not in copies:
                     copies[id(value)] = copy.copy(value)
-                attributes[name] = copies[id(value)]
+                vars(module)[name] = copies[id(value)]
 
 
 class OwnState:
@@ -172,9 +170,8 @@ class OwnState:
             prefix = f"{path}." if path else ""
             for name, buffer in module._buffers.items():
                 yield f"{prefix}{name}", self._key(buffer)
-            for name, value in vars(module).items():
-                if name not in REGISTRIES:
-                    yield f"{prefix}{name}", self._key(value)
+            for name, value in own_attributes(module):
+                yield f"{prefix}{name}", self._key(value)
 
     def _key(self, value: Any) -> Any:
         if isinstance(value, _PLAIN):
@@ -321,7 +318,5 @@ def with_stubs(value: Any, name: str, depth: int = 0) -> Any:
 def stub_attributes(model: nn.Module) -> None:
     """Put stubs in place of such attributes of modules; who has held the attributes before puts them back."""
     for path, module in model.named_modules():
-        attributes = vars(module)
-        for name, value in attributes.items():
-            if name not in REGISTRIES:
-                attributes[name] = with_stubs(value, f"{path}.{name}" if path else name)
+        for name, value in own_attributes(module):
+            vars(module)[name] = with_stubs(value, f"{path}.{name}" if path else name)

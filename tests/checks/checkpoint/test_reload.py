@@ -184,7 +184,7 @@ class Closure(Base):
 @pytest.mark.parametrize(
     ("kind", "name", "cause"),
     [
-        (InAList, "blocks (a list of 2 Linear)", "Layers are in a Python list"),
+        (InAList, "blocks (a list of 2 nn.Linear)", "Layers are in a Python list"),
         (PlainTensor, "gain (a plain tensor)", "A tensor is a plain attribute"),
         (RandomBuffer, "phases (a buffer [8] with persistent=False)", "A buffer has persistent=False"),
     ],

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from gpt_guard.catalogue import finding
+from gpt_guard.hooks.attributes import modules_in, plain_attributes
 from gpt_guard.hooks.functions.function_calls import FunctionCall
 from gpt_guard.hooks.unregistered import find_hidden
 from gpt_guard.hooks.watch import Watch
@@ -19,10 +19,6 @@ DROPOUT_CALLS = ("dropout", "attention", "multi_head_attention")
 """The kinds of function calls that may drop something."""
 # Written out like this, dropout that is always on is meant more often than not.
 _WRITTEN_OUT = re.compile(r"\b(training|train)\s*=\s*True\b")
-# What nn.Module itself keeps in its __dict__.
-_REGISTRIES = frozenset(vars(nn.Module()))
-_MOST_ITEMS = 1000
-_MAX_DEPTH = 4
 
 
 class DropoutCall(NamedTuple):
@@ -94,12 +90,10 @@ def _kept(watch: Watch, module: nn.Module) -> tuple[str | None, str]:
 
     None and no sentence where nobody in the model holds it.
     """
-    for path, owner in watch.model.named_modules():
-        for name, value in vars(owner).items():
-            inside = [] if name in _REGISTRIES else list(_modules(value))
-            if any(each is module for each in inside):
-                attribute = f"{path}.{name}" if path else name
-                return attribute, _described(watch, attribute, type(owner).__name__, value, inside)
+    for attribute, value, owner, _ in plain_attributes(watch.model):
+        inside = list(modules_in(value))
+        if any(each is module for each in inside):
+            return attribute, _described(watch, attribute, type(owner).__name__, value, inside)
     return None, ""
 
 
@@ -117,21 +111,3 @@ def _described(watch: Watch, attribute: str, owner: str, value: Any, inside: lis
         return text
     tensors = f"{untrained} trainable tensor{'s' if untrained > 1 else ''}"
     return f"{text} No optimizer holds the {tensors} in there (GG303): the likely cause of both is the plain attribute."
-
-
-def _modules(value: Any, depth: int = 0) -> Iterator[nn.Module]:
-    """The modules in a value, with those inside of them and those that they in turn hold past torch."""
-    if depth > _MAX_DEPTH:
-        return
-    if isinstance(value, nn.Module):
-        for module in value.modules():
-            yield module
-            for attribute, inner in vars(module).items():
-                if attribute not in _REGISTRIES:
-                    yield from _modules(inner, depth + 1)
-    elif isinstance(value, (list, tuple, set, Mapping)):
-        items = value.values() if isinstance(value, Mapping) else value
-        for place, item in enumerate(items):
-            if place >= _MOST_ITEMS:
-                return
-            yield from _modules(item, depth + 1)

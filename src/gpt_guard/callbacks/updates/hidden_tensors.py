@@ -125,7 +125,7 @@ class HiddenTensors:
             f"{'They are' if many else 'It is'} {place}, and step {step} did not change {'them' if many else 'it'}.",
             step=step,
             moment=Moment.BEFORE_BACKWARD,
-            module=hidden.path,
+            module=hidden.module,
             module_class=hidden.module_class,
             parameter=name,
             likely=["computed"] if computed else ["plain_tensor"] if plain else [],

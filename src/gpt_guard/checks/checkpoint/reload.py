@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,12 @@ from gpt_guard.checkpoint.reporter import Reporter
 from gpt_guard.checkpoint.weights import copy_weights, fit_weights
 from gpt_guard.checks.runner.forward import in_form_of, logits_of, plain_device
 from gpt_guard.errors import CheckpointError
+from gpt_guard.hooks.attributes import kind_of, own_attributes, plain_attributes, tensors_in
 from gpt_guard.hooks.isolation.compare import difference, rounding
 from gpt_guard.hooks.isolation.preserve import preserved, quiet, seed_all
 from gpt_guard.records import Finding
 
 _FILE = Path("the saved state_dict")
-_REGISTRIES = frozenset(vars(nn.Module()))
-_MAX_DEPTH = 4
-_MOST_ITEMS = 1000
 _NUMBERS = (bool, int, float, str, type(None))
 
 
@@ -246,49 +244,21 @@ def unsaved_tensors(model: nn.Module) -> dict[str, list[Tensor]]:
     """Floating-point tensors that plain attributes hold and no `state_dict` entry does, by the attribute's path."""
     saved = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     found: dict[str, list[Tensor]] = {}
-    for path, module in model.named_modules():
-        for attribute, value in vars(module).items():
-            if attribute not in _REGISTRIES:
-                inside = [t for t in _tensors_in(value) if id(t) not in saved and t.is_floating_point()]
-                if inside:
-                    found[_join(path, attribute)] = inside
+    for name, value, *_ in plain_attributes(model):
+        if inside := [t for t in tensors_in(value) if id(t) not in saved and t.is_floating_point()]:
+            found[name] = inside
     return found
-
-
-def _tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    """The tensors in a value: of modules in it, and of lists, tuples, sets and dicts, nested a few levels deep."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, nn.Module):
-        yield from value.parameters()
-        yield from value.buffers()
-    elif depth < _MAX_DEPTH and isinstance(value, (list, tuple, set, Mapping)):
-        items = value.values() if isinstance(value, Mapping) else value
-        for place, item in enumerate(items):
-            if place < _MOST_ITEMS:
-                yield from _tensors_in(item, depth + 1)
-
-
-def _kind_of(value: Any) -> str:
-    """What an attribute is, in words: `a list of 2 Block`."""
-    if isinstance(value, (list, tuple, set, Mapping)):
-        items = list(value.values() if isinstance(value, Mapping) else value)
-        kinds = {type(item).__name__ for item in items}
-        return f"a {type(value).__name__} of {len(items)} {kinds.pop() if len(kinds) == 1 else 'items'}"
-    return "a plain tensor" if isinstance(value, Tensor) else f"a {type(value).__name__} set past nn.Module"
 
 
 def _attributes(path: str, module: nn.Module, other: nn.Module) -> Iterator[UnsavedValue]:
     theirs = vars(other)
-    for attribute, value in vars(module).items():
-        if attribute in _REGISTRIES:
-            continue
+    for attribute, value in own_attributes(module):
         name, then = _join(path, attribute), theirs.get(attribute)
-        mine = list(_tensors_in(value))
+        mine = list(tensors_in(value))
         if mine:
-            if not _same(mine, list(_tensors_in(then))):
+            if not _same(mine, list(tensors_in(then))):
                 cause = "attribute" if isinstance(value, Tensor) else "list"
-                yield UnsavedValue(name, cause, _kind_of(value), other, attribute, value)
+                yield UnsavedValue(name, cause, kind_of(value), other, attribute, value)
         elif isinstance(value, _NUMBERS) and isinstance(then, _NUMBERS) and value != then:
             yield UnsavedValue(name, "number", f"{value!r}, after the reload {then!r}", other, attribute, value)
 

@@ -168,7 +168,7 @@ def _hidden(model: nn.Module, task: Task, first: Pass, optimizer: Optimizer | No
             f"are not in model.parameters(). They are in attribute `{hidden.name}` ({hidden.kind}) of "
             f"{hidden.module_class}.",
             likely=["plain_tensor"] if "tensor" in hidden.kind or "Parameter" in hidden.kind else [],
-            module=hidden.path,
+            module=hidden.module,
             module_class=hidden.module_class,
             parameter=hidden.name,
             evidence={"attribute": hidden.name, "tensors": len(hidden.tensors), "shapes": hidden.shapes},

@@ -14,6 +14,7 @@ from torch.func import functional_call
 
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.runner.forward import user_line
+from gpt_guard.hooks.attributes import plain_attributes
 from gpt_guard.hooks.isolation.preserve import quiet
 from gpt_guard.records import Finding
 
@@ -69,9 +70,4 @@ def _forward(model: nn.Module, x: Tensor) -> None:
 
 def _plain_tensors(model: nn.Module) -> list[str]:
     """Attributes that hold a tensor which is neither parameter nor buffer."""
-    return [
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, Tensor)
-    ]
+    return [name for name, value, *_ in plain_attributes(model) if isinstance(value, Tensor)]

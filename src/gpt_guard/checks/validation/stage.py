@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -13,6 +13,7 @@ from gpt_guard.callbacks.modes.sensitive import described, sensitive_modules
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.runner.base import MODEL, VOCABULARY, Stage, Subject
 from gpt_guard.checks.runner.perturb import other_ids, probe_ids, repeatable
+from gpt_guard.hooks.attributes import modules_in, plain_attributes
 from gpt_guard.hooks.isolation.compare import (
     FirstDifference,
     difference,
@@ -29,7 +30,6 @@ _KERNEL = 1e-4
 """A difference below this share of the logits' size comes from the order of additions, not from dropout."""
 _NOISE = frozenset({"rand", "randn", "rand_like", "randn_like", "bernoulli", "bernoulli_", "multinomial", "normal_"})
 _DROPOUT = frozenset({"dropout", "dropout1d", "dropout2d", "alpha_dropout", "scaled_dot_product_attention"})
-_REGISTRIES = frozenset(vars(nn.Module()))
 
 
 class ValidationStage(Stage):
@@ -194,17 +194,10 @@ def _unregistered_modules(model: nn.Module) -> list[str]:
     """Attributes that hold mode-sensitive modules in a plain list, tuple or dict, where `eval()` does not go."""
     known = {id(module) for module in model.modules()}
     return [
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if name not in _REGISTRIES
-        and any(id(inner) not in known and sensitive_modules(inner) for inner in _modules_in(value))
+        name
+        for name, value, *_ in plain_attributes(model)
+        if any(id(inner) not in known and sensitive_modules(inner) for inner in modules_in(value))
     ]
-
-
-def _modules_in(value: Any) -> Iterable[nn.Module]:
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple, set)) else ()
-    return [item for item in items if isinstance(item, nn.Module)]
 
 
 def _names(kind: type) -> frozenset[str]:

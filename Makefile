@@ -9,12 +9,13 @@ JOBS = auto
 
 # Two targets at once would install into the same folder.
 .NOTPARALLEL:
-.PHONY: help demo test check lint format-check types imports format examples-env dev-env clean
+.PHONY: help demo test check docs lint format-check types imports format examples-env dev-env clean
 
 help:
 	@echo 'make demo     train a small GPT on real text under gpt_guard'
 	@echo 'make test     run the tests'
 	@echo 'make check    lint, format, types and the one-way imports'
+	@echo 'make docs     build the site in build/site; each command and script on its pages is run'
 	@echo 'make format   format the code and apply safe lint fixes'
 	@echo 'make clean    remove the environment and all caches; keeps runs/'
 	@echo
@@ -30,6 +31,11 @@ test: dev-env
 	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 check: lint format-check types imports
+
+# The variable leaves out an advertisement of the theme's.
+docs: docs-env
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo 'built: build/site/index.html'
 
 lint: dev-env
 	@$(BIN)/ruff check .
@@ -50,6 +56,9 @@ format: dev-env
 
 examples-env:
 	@PYTHON=$(PYTHON) VENV=$(VENV) sh .ci/setup examples
+
+docs-env:
+	@PYTHON=$(PYTHON) VENV=$(VENV) sh .ci/setup docs
 
 dev-env:
 	@PYTHON=$(PYTHON) VENV=$(VENV) sh .ci/setup dev

@@ -48,10 +48,13 @@ def test_it_needs_torch_pydantic_typer_and_rich_and_nothing_else(project: dict[s
 def test_the_development_tools_include_what_the_examples_need(project: dict[str, Any]) -> None:
     extras = project["optional-dependencies"]
     assert set(extras["examples"]) <= set(extras["dev"])
+    assert set(extras["examples"]) <= set(extras["docs"])
 
 
 def test_what_make_installs_is_what_the_project_allows(project: dict[str, Any]) -> None:
-    allowed = requirements(project["dependencies"] + project["optional-dependencies"]["dev"])
+    allowed = requirements(
+        project["dependencies"] + project["optional-dependencies"]["dev"] + project["optional-dependencies"]["docs"]
+    )
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = requirements([line for line in lines if not line.startswith("#")])
     assert set(pinned) == set(allowed)

@@ -167,10 +167,24 @@ def test_an_optimizer_of_another_model_is_told_once_in_the_default_set() -> None
 
 
 def test_a_spike_is_told_with_the_parameters_that_make_it() -> None:
-    (finding,) = guarded(80, change=scaled({60}, 100.0), lr=1e-4)
-    assert (finding.code, finding.step, finding.severity) == ("GG203", 60, Severity.WARNING)
+    noted, finding = guarded(80, change=scaled({60, 61, 62}, 100.0), lr=1e-4)
+    assert (noted.code, noted.step, noted.severity) == ("GG203", 60, Severity.INFO)
+    assert (finding.code, finding.step, finding.severity) == ("GG203", 62, Severity.WARNING)
     assert "0.weight" in finding.seen
     assert finding.evidence["factor"] > 50.0  # type: ignore[operator]  # a float
+
+
+@pytest.mark.parametrize("every", [7, 15, 40])
+def test_spikes_that_go_back_are_a_note_once_however_often_they_come(every: int) -> None:
+    found = observe([40.0 if step and step % every == 0 else norm for step, norm in enumerate(usual(200))])
+    assert {each.severity for each in found} == {Severity.INFO}
+    assert len({each.cause_id for each in found}) == 1
+
+
+def test_a_spike_that_leaves_a_worse_loss_behind_is_a_warning() -> None:
+    _, finding = observe([*usual(40), 500.0, *usual(3)], losses=[2.0] * 41 + [9.0, 8.5, 8.0])
+    assert (finding.step, finding.severity) == (40, Severity.WARNING)
+    assert "The loss of the next step is 9" in finding.seen
 
 
 def observe(norms: list[float], *, losses: list[float] | None = None) -> list[Finding]:
@@ -237,7 +251,7 @@ def test_a_lasting_level_is_adopted_and_said_once() -> None:
     adopted = [f for f in found if "counts as the usual level" in f.seen]
     assert len(found) == 20
     assert [(f.step, f.severity) for f in adopted] == [(59, Severity.INFO)]
-    assert len({f.cause for f in found}) == 2
+    assert len({f.cause for f in found}) == 3  # at first, when it lasts, when it is the new level
 
 
 def test_a_lost_gradient_is_told_after_ten_steps() -> None:
@@ -300,8 +314,8 @@ def test_history_survives_a_resume() -> None:
     after = GradNormMonitor()
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     assert after.state_dict() == before.state_dict()
-    (finding,) = guarded(3, guard=after, change=scaled({1}, 1e5))
-    assert (finding.code, finding.step) == ("GG203", 1)
+    first, *_ = guarded(3, guard=after, change=scaled({1}, 1e5))
+    assert (first.code, first.step) == ("GG203", 1)
 
 
 def test_entered_again_it_remembers_but_not_for_another_run() -> None:

@@ -115,26 +115,39 @@ def above_limit(seen: Observation, limit: float) -> Finding:
     )
 
 
-def too_high(seen: Observation, standing: Standing, spike_factor: float, *, memorised: bool, sudden: bool) -> Finding:
+def too_high(
+    seen: Observation,
+    standing: Standing,
+    kind: str,
+    spike_factor: float,
+    *,
+    lasts: bool,
+    loss_after: float | None = None,
+) -> Finding:
     """GG203: far above the run's own level.
 
-    Only worth knowing where clipping brought it back to that level, or where the loss is nearly gone anyway. A spike
-    that is `sudden`, with the loss in the same step, is first of all an odd batch.
+    Only worth knowing unless it `lasts`, where clipping brought it back to that level, or where the loss is nearly gone
+    anyway. A `kind` of "sudden", with the loss in the same step, is first of all an odd batch. `loss_after` is that of
+    the step after it, where it is far above the usual.
     """
     applied = seen.grad_norm_clipped
     contained = bool(seen.clipped) and applied is not None and applied < spike_factor * standing.median
     then = f" Clipping left {number(applied)} of it." if seen.clipped else ""
     if standing.adopted:
         then += f" It has been there for {standing.streak} steps and counts as the usual level from now on."
-    kind = "new level" if standing.adopted else "contained" if contained else "memorised" if memorised else "spike"
+    elif loss_after is not None:
+        then += f" The loss of the next step is {number(loss_after)}, far above those before."
+    elif standing.streak > 1:
+        then += f" It has been so for {standing.streak} steps in a row."
+    kind = "new level" if standing.adopted else "contained" if contained else kind
     return _about(
         "GG203",
         seen,
         f"{_against(seen, standing)}, at loss {number(seen.loss)} and lr {learning_rates(seen.lr)}."
         f"{then}{_largest(seen)}",
-        likely=_LIKELY["sudden" if sudden and kind == "spike" else kind],
-        severity=Severity.WARNING if kind == "spike" else Severity.INFO,
-        cause_id=f"optimizer {seen.optimizer}, {kind}",
+        likely=_LIKELY[kind],
+        severity=Severity.WARNING if kind in ("spike", "sudden") and lasts else Severity.INFO,
+        cause_id=f"optimizer {seen.optimizer}, {kind if lasts else 'once'}",
         evidence=_figures(seen, standing) | {"applied": applied, "largest": dict(seen.largest_grads())},
     )
 

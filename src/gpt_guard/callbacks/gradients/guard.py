@@ -38,6 +38,9 @@ _RECENT = 10
 _GONE = 0.05
 _LOSS_JUMP = 3.0
 _CLIMBING = 2.0
+# High norms in a row that are a state and not chance: where one step in twenty is high, three follow one another by
+# chance once in 400 spikes. A run whose spikes have gone back before is given up to twice as many.
+_LASTS = 3
 
 
 class GradNormMonitor(Guard):
@@ -251,12 +254,18 @@ class GradNormMonitor(Guard):
         if standing is None:
             return
         sudden = standing.factor >= 2.0 and track.sudden(standing.factor)
+        # One spike that goes back is how many healthy runs look. What stays, or leaves a worse loss behind, is not.
+        spiked, track.spiked = track.spiked, None
+        if spiked is not None and track.loss_leapt():
+            yield findings.too_high(*spiked, self._spike, lasts=True, loss_after=seen.loss)
         if standing.side == "usual":
             track.factor = standing.factor
-            return
-        if standing.side == "high":
-            memorised = track.memorised(seen.loss)
-            yield findings.too_high(seen, standing, self._spike, memorised=memorised, sudden=sudden)
+            track.went_back += spiked is not None
+        elif standing.side == "high":
+            kind = "memorised" if track.memorised(seen.loss) else "sudden" if sudden else "spike"
+            track.spiked = (seen, standing, kind)
+            lasts = standing.streak >= _LASTS + min(track.went_back, _LASTS)
+            yield findings.too_high(seen, standing, kind, self._spike, lasts=lasts)
         elif standing.streak >= self._vanish_steps and track.loss_stalled(standing.streak):
             yield findings.too_low(seen, standing, track.loss_before(standing.streak))
 
@@ -297,6 +306,9 @@ class _Track:
         self.backwards = 0
         self.clipped_away = self.overflows = False
         self.factor = 1.0
+        # The step before, where it was the first high one.
+        self.spiked: tuple[Observation, Standing, str] | None = None
+        self.went_back = 0
 
     @property
     def trained(self) -> bool:
@@ -313,6 +325,11 @@ class _Track:
         if before >= _CLIMBING or len(known) < _RECENT or known[-2] > _CLIMBING * quantile(known[:-1], 0.5):
             return False
         return known[-1] > _LOSS_JUMP * max(known[:-1]) > 0.0
+
+    def loss_leapt(self) -> bool:
+        """Whether the newest loss is far above those before the step that precedes it."""
+        known = [loss for loss in list(self.losses)[-_RECENT - 2 :] if loss is not None]
+        return len(known) > 2 and known[-1] > _LOSS_JUMP * max(known[:-2]) > 0.0
 
     def take_loss(self, loss: float | None) -> None:
         """Note the loss of a step whose norm is finite."""

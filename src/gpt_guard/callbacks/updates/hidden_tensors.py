@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from gpt_guard.callbacks.updates.sampling import Unchanged
 from gpt_guard.catalogue import finding
-from gpt_guard.hooks.autograd_graph.nodes import leaves
+from gpt_guard.hooks.autograd_graph.nodes import is_network_beside, leaves
 from gpt_guard.hooks.tensors import walk
 from gpt_guard.hooks.unregistered import Hidden, find_hidden, shapes_of
 from gpt_guard.hooks.watch import Watch
@@ -50,6 +50,8 @@ class HiddenTensors:
         self._outside: dict[int, nn.Parameter] = {}
         self._earlier: Unchanged | None = None
         self._twice: set[int] = set()
+        # Whether those outside are a network that meets the model in the loss alone.
+        self._beside = False
         self._fresh: list[tuple[int, ...]] = []
         self._fresh_walks = 0
 
@@ -91,6 +93,7 @@ class HiddenTensors:
                 self._hidden.setdefault(hidden.name, (hidden, Unchanged(hidden.tensors, self._watch.step)))
         rest = [leaf for leaf in foreign if isinstance(leaf, nn.Parameter) and id(leaf) not in named]
         self._twice |= {id(leaf) for leaf in rest if id(leaf) in self._outside}
+        self._beside = bool(rest) and is_network_beside(loss, rest, self._watch.model.parameters())
         yield from self._count_fresh([leaf for leaf in rest if id(leaf) not in self._outside])
         if due:
             self._outside = {id(leaf): leaf for leaf in rest if id(leaf) in self._outside}
@@ -173,18 +176,18 @@ class HiddenTensors:
         self._reported.add(f"GG303 {_OUTSIDE}")
         names = f": {', '.join(held.names[:3])}" if held.names else ""
         size = sum(leaf.numel() for leaf in outside)
+        aside = ""
+        if held.resting:
+            aside = " The modules that hold them are in eval mode, as those are that should not train."
+        elif self._beside:
+            aside = " They are a network that meets the model in the loss alone, as a target network or a teacher does."
         yield self._outside_finding(
             outside,
             f"The loss depends on {len(outside)} nn.Parameter object{'s' if len(outside) > 1 else ''} "
             f"({shapes_of(outside)}; {size:,} elements{names}) that no optimizer of this process and no attribute of "
-            f"the model holds. No step since {earlier.step} changed {'them' if len(outside) > 1 else 'it'}"
-            + (
-                ". The modules that hold them are in eval mode, as those are that should not train."
-                if held.resting
-                else "."
-            ),
-            "outside",
-            severity=Severity.INFO if held.resting else Severity.WARNING,
+            f"the model holds. No step since {earlier.step} changed {'them' if len(outside) > 1 else 'it'}.{aside}",
+            "beside" if self._beside and not held.resting else "outside",
+            severity=Severity.INFO if aside else Severity.WARNING,
         )
 
     def _outside_finding(

@@ -23,6 +23,8 @@ MOVING = frozenset(
         *("Expand", "Cat", "Stack", "Clamp", "ClampMin", "ClampMax"),
     }
 )
+# What a layer with weights is made of.
+_PRODUCTS = frozenset({"Mm", "Addmm", "Bmm", "Mv", "Convolution", "MkldnnConvolution", "Embedding", "Linear"})
 
 
 def name_of(node: Any) -> str:
@@ -80,6 +82,49 @@ def uses(loss: Tensor) -> dict[int, list[int]]:
             if variable is not None:
                 found.setdefault(id(variable), []).append(node._sequence_nr())
     return {leaf: sorted(numbers, reverse=True) for leaf, numbers in found.items()}
+
+
+def is_network_beside(loss: Tensor, theirs: Iterable[Tensor], own: Iterable[Tensor]) -> bool:
+    """Whether some leaves are the weights of a network that meets the one of `own` only behind both, in the loss.
+
+    Its operations read no value that was computed from `own`, those that read `own` none that was computed from it, and
+    one of them is a product or a lookup: a scale or a bias alone is no network.
+    """
+    kinds = {id(leaf): 1 for leaf in theirs} | {id(leaf): 2 for leaf in own}
+    behind: dict[Any, int] = {}
+    plain: dict[Any, bool] = {}
+    computes = False
+    for node in reversed(_with_parents_last(loss)):
+        parents = [parent for parent, _ in node.next_functions if parent is not None]
+        behind[node] = kinds.get(id(getattr(node, "variable", None)), 0)
+        for parent in parents:
+            behind[node] |= behind.get(parent, 0)
+        weights = [behind.get(parent, 0) for parent in parents if plain.get(parent)]
+        plain[node] = hasattr(node, "variable") or (name_of(node) in MOVING and len(weights) == len(parents))
+        if plain[node] or not any(weights):
+            continue
+        if behind[node] == 3:
+            return False
+        computes |= 1 in weights and name_of(node) in _PRODUCTS
+    return computes
+
+
+def _with_parents_last(loss: Tensor) -> list[Any]:
+    """The nodes under a loss, each after all that read it."""
+    found = list(nodes(loss))
+    readers = dict.fromkeys(found, 0)
+    for node in found:
+        for parent, _ in node.next_functions:
+            if parent in readers:
+                readers[parent] += 1
+    ready = [node for node in found if not readers[node]]
+    for node in ready:
+        for parent, _ in node.next_functions:
+            if parent in readers:
+                readers[parent] -= 1
+                if not readers[parent]:
+                    ready.append(parent)
+    return ready
 
 
 def operations(loss: Tensor) -> list[str]:

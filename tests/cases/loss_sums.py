@@ -41,6 +41,21 @@ def mean_over_labels_that_count() -> Made:
     return plain(loss)
 
 
+@healthy(REDUCED)
+def a_sum_over_the_targets_of_a_window_that_has_as_many_as_a_batch_has_positions() -> Made:
+    def loss_of(model: Any) -> Tensor:
+        # Two micro-batches of 16 positions, 8 of which count in each.
+        halves = []
+        for _ in range(2):
+            x, y = features()
+            y[ROWS // 2 :] = -100
+            halves.append(F.cross_entropy(model(x), y, reduction="sum") / ROWS)
+        halves[0].backward()
+        return halves[1]
+
+    return classifier(), loss_of
+
+
 @bug(REDUCED, "GG655", "reduction='sum'")
 def summed() -> Made:
     return plain(lambda scores, y: 0.01 * 100 * F.cross_entropy(scores, y, reduction="sum"))

@@ -98,6 +98,17 @@ def skip_the_first_steps(_: int, model: Any, optimizer: Any, kept: Any) -> None:
     scaler.update()
 
 
+@healthy
+def schedule_though_the_scaler_leaves_steps_out(_: int, model: Any, optimizer: Any, kept: Any) -> None:
+    scaler = scaler_of(kept, init_scale=2.0**119)
+    schedule = kept.setdefault("schedule", StepLR(optimizer, 100))
+    optimizer.zero_grad()
+    scaler.scale(1e3 * cross_entropy(model)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    schedule.step()
+
+
 # Schedules.
 
 

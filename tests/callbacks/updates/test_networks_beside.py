@@ -9,14 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpt_guard import Guardian, Severity
+from gpt_guard import Finding, Guardian, Severity
 
 
 def network(out: int = 2) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, out))
 
 
-def said(loss: Callable[[nn.Module, Tensor], Tensor], after: Callable[[nn.Module], None] = lambda model: None) -> list:
+def said(
+    loss: Callable[[nn.Module, Tensor], Tensor], after: Callable[[nn.Module], None] = lambda model: None
+) -> list[Finding]:
     torch.manual_seed(0)
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

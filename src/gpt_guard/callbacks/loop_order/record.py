@@ -109,6 +109,7 @@ class OwnGradients:
         self.take(tensors)
         self.events: list[LoopEvent] | None = []
         self.last: LoopEvent | None = None
+        self.step: LoopEvent | None = None
         self.fresh = False
         self.reached = False
         self.loose = False
@@ -315,13 +316,13 @@ class LoopRecorder:
         used = own.reached and not (own.fresh or closure) and own.state == own.applied
         used = used and any(version >= 0 for _, version in own.state)
         by_hand = own.fresh and before != own.state and not (own.loose or self._watch.scaling)
-        own.last = self._note(Kind.STEP, [index], StepTaken(by_hand, used))
+        own.step = self._note(Kind.STEP, [index], StepTaken(by_hand, used))
 
     def step_ended(self, index: int) -> None:
         """The optimizer has stepped: its next cycle begins, with this step as its first event."""
         own = self._own[index]
         own.look()
-        own.applied = own.state
+        own.last, own.applied = own.step, own.state
         own.steps += 1
         own.reached = own.fresh
         self._turn(own)

@@ -252,7 +252,9 @@ def scheduled_first(cycle: Cycle) -> RuleResult | None:
     at, call = calls[0]
     between = at > cycle.backwards[-1]
     key = f"scheduled_first {cycle.line(at)}"
-    if not between and call.stepped and key not in cycle.running:
+    left_out = cycle.last is not None and cycle.last.kind is Kind.SKIP
+    if not between and (call.stepped or left_out) and key not in cycle.running:
+        # A step that the GradScaler has left out is one that the schedule follows, as torch's own loop has it.
         return None
     text = (
         f"{call.name}.step() was called before optimizer.step(): the first value of the schedule is never used, and "

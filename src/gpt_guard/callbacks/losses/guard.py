@@ -13,7 +13,7 @@ from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.call_issue import CallIssue
 from gpt_guard.callbacks.losses.calls import LOSSES, ClassIds, class_ids, readable
 from gpt_guard.callbacks.losses.pairing import Pairing, grids, is_causal, other_order, pairing, positions, shifted
-from gpt_guard.callbacks.losses.reduction import ReducedLoss, first_loss, judge_reduction, reduced
+from gpt_guard.callbacks.losses.reduction import ReducedLoss, first_loss, over_all_positions, plain_sum, reduced
 from gpt_guard.callbacks.losses.scores import judge_scores, judge_softmax
 from gpt_guard.callbacks.losses.targets import (
     TargetCount,
@@ -68,6 +68,7 @@ class LossInputs(Guard):
     def _clear_step(self) -> None:
         """What belongs to the step that is over holds its tensors: let go."""
         self._reduced: list[tuple[CallPlace, ReducedLoss]] = []
+        self._divided: list[tuple[CallPlace, ReducedLoss]] = []
         self._shifts: list[tuple[CallPlace, Pairing, bool]] = []
         self._losses: dict[int, NamedLoss] = {}
 
@@ -126,7 +127,7 @@ class LossInputs(Guard):
         if (found := reduced(call, known)) is not None:
             self._reduced.append((place, found))
         if self.watch.step == 0:
-            self._submit(place, *first_loss(call, known))
+            self._submit(place, *first_loss(call, known, self.watch.model))
 
     def _pair(self, place: CallPlace, known: ClassIds) -> None:
         record, where = self.watch.calls, positions(known)
@@ -148,8 +149,10 @@ class LossInputs(Guard):
             return
         self._backwards += 1
         begun = time.perf_counter()
+        value = float(loss.detach())
+        self._divided += [(place, each) for place, each in self._reduced if each.over_all_positions(value)]
         for place, each in self._reduced:
-            self._submit(place, *judge_reduction(each, float(loss.detach())))
+            self._submit(place, *plain_sum(each, value))
         if (issue := outer_difference(loss)) is not None:
             # The line that calls backward(): the graph does not know where the difference was taken.
             self._submit(CallPlace(user_line(), None, None), issue)
@@ -184,6 +187,11 @@ class LossInputs(Guard):
         """Judge the shifts of this step together: a model may predict several tokens ahead, the next one among them."""
         if not self.watch.inspection.active:
             return
+        # The number of all targets of an accumulation is the right divisor, and may be that of one batch's positions.
+        counted = sum(each.counted for _, each in self._reduced)
+        for place, each in self._divided:
+            if each.positions != counted:
+                self._submit(place, over_all_positions(each))
         shifts = self._shifts
         if shifts and not any(pair.shift == 1 for _, pair, _ in shifts):
             place, pair, masked = shifts[0]

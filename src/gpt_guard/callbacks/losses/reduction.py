@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpt_guard.callbacks.call_issue import CallIssue
 from gpt_guard.callbacks.losses.calls import ClassIds, reduction_of
@@ -29,6 +29,8 @@ _SAMPLING = 4.0
 _IN_PLAY = 50.0
 """Scores so far below the largest are masked: rows of a padded vocabulary, set to -inf or -1e9."""
 _SAME = 1e-5
+_FAR_ABOVE = 1.5
+"""Times log V: an untrained model that starts there spends its first steps on nothing but shrinking its logits."""
 _ADDED = 0.5
 """Nats that smoothing or class weights add before they are what makes a loss odd, as much as is allowed below."""
 _MOST_SCORES = 2**22
@@ -42,6 +44,16 @@ class ReducedLoss(NamedTuple):
     positions: int
     counted: int
 
+    def over_all_positions(self, loss: float) -> bool:
+        """Whether a loss is the sum divided by the number of all positions, of which some do not count."""
+        if not 2 <= self.counted < self.positions or self.total == 0:
+            return False
+        return math.isclose(loss, self.total / self.positions, rel_tol=_SAME)
+
+    def evidence(self, loss: float) -> dict[str, Any]:
+        """The numbers behind a finding."""
+        return {"loss": loss, "positions": self.positions, "counted": self.counted}
+
 
 def reduced(call: FunctionCall, known: ClassIds) -> ReducedLoss | None:
     """Numbers of a call that gives no mean; None for one that does. Reads the result."""
@@ -50,28 +62,53 @@ def reduced(call: FunctionCall, known: ClassIds) -> ReducedLoss | None:
     return ReducedLoss(float(call.result.detach().sum()), known.targets.numel(), int(known.counted.sum()))
 
 
-def judge_reduction(each: ReducedLoss, loss: float) -> Iterator[CallIssue]:
-    """GG655 where the loss as a whole is the plain sum, or a mean over ignored positions as well."""
-    if each.counted < 2 or not math.isfinite(loss) or each.total == 0:
+def plain_sum(each: ReducedLoss, loss: float) -> Iterator[CallIssue]:
+    """GG655 where the loss as a whole is the plain sum."""
+    if each.counted < 2 or each.total == 0 or not math.isclose(loss, each.total, rel_tol=_SAME):
         return
-    evidence = {"loss": loss, "positions": each.positions, "counted": each.counted}
-    if math.isclose(loss, each.total, rel_tol=_SAME):
-        text = (
-            f"The loss {number(loss)} is the sum over {each.counted} targets, {each.counted} times their mean "
-            f"{number(each.total / each.counted)}: loss and gradients grow with the batch."
-        )
-        # A sum is a choice that a learning rate can make up for.
-        yield CallIssue("GG655", text, ("sum",), Severity.INFO, evidence)
-    elif each.counted < each.positions and math.isclose(loss, each.total / each.positions, rel_tol=_SAME):
-        text = (
-            f"The loss {number(loss)} is the sum over {each.counted} targets divided by {each.positions} positions, "
-            f"ignored ones included; the mean over those that count is {number(each.total / each.counted)}."
-        )
-        yield CallIssue("GG655", text, ("all_positions",), Severity.WARNING, evidence)
+    text = (
+        f"The loss {number(loss)} is the sum over {each.counted} targets, {each.counted} times their mean "
+        f"{number(each.total / each.counted)}: loss and gradients grow with the batch."
+    )
+    # A sum is a choice that a learning rate can make up for.
+    yield CallIssue("GG655", text, ("sum",), Severity.INFO, each.evidence(loss))
 
 
-def first_loss(call: FunctionCall, known: ClassIds) -> Iterator[CallIssue]:
-    """GG627 where the first loss of a run is far above log C, with what explains it. Reads scores and result."""
+def over_all_positions(each: ReducedLoss) -> CallIssue:
+    """GG655 for a loss that is a mean over ignored positions as well."""
+    loss = each.total / each.positions
+    text = (
+        f"The loss {number(loss)} is the sum over {each.counted} targets divided by {each.positions} positions, "
+        f"ignored ones included; the mean over those that count is {number(each.total / each.counted)}."
+    )
+    return CallIssue("GG655", text, ("all_positions",), Severity.WARNING, each.evidence(loss))
+
+
+def looks_untrained(model: nn.Module) -> bool:
+    """Whether all normalisation layers have gains of exactly 1, as before any training; False without such layers."""
+    gains = [
+        each.weight
+        for each in model.modules()
+        if "norm" in type(each).__name__.lower() and isinstance(getattr(each, "weight", None), Tensor)
+    ]
+    return bool(gains) and all(bool(gain.eq(1).all()) for gain in gains)
+
+
+def _output_weight(model: nn.Module, classes: int) -> tuple[str, float] | None:
+    """Name and spread of the last layer's matrix with a row for each class; None without one."""
+    found = None
+    for path, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(module, nn.Linear) and isinstance(weight, Tensor) and weight.size(0) == classes:
+            found = f"{path}.weight" if path else "weight", float(weight.detach().float().std())
+    return found
+
+
+def first_loss(call: FunctionCall, known: ClassIds, model: nn.Module) -> Iterator[CallIssue]:
+    """GG627 where the first loss of a run is far above log C, with what explains it. Reads scores and result.
+
+    A warning where the model starts untrained and its logits alone are the reason; else worth knowing.
+    """
     found = _parts(known) if call.kind == "cross_entropy" else None
     if found is None:
         return
@@ -94,7 +131,14 @@ def first_loss(call: FunctionCall, known: ClassIds) -> Iterator[CallIssue]:
     text += f" The logits have a standard deviation of {number(found.spread)}."
     likely = likely if not high else ["scale" if large else "other_task", *likely]
     evidence: dict[str, Any] = {"loss": loss, "expected": found.log_vocab, "plain": found.loss, "spread": found.spread}
-    yield CallIssue("GG627", text, tuple(likely), Severity.INFO, evidence)
+    severity = Severity.INFO
+    far = high and large and found.loss > _FAR_ABOVE * found.log_vocab
+    # Scores without such a matrix are similarities, of a batch with itself perhaps, with a temperature of their own.
+    if far and looks_untrained(model) and (output := _output_weight(model, classes)) is not None:
+        severity = Severity.WARNING
+        text += f" The model starts untrained (the gains of its norms are all 1), and `{output[0]}` has a std of "
+        text += f"{number(output[1])}."
+    yield CallIssue("GG627", text, tuple(likely), severity, evidence)
 
 
 def _parts(known: ClassIds) -> FirstLoss | None:

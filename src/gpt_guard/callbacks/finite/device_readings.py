@@ -13,7 +13,7 @@ from torch import Tensor
 from gpt_guard.callbacks.finite.context import Context, Reported
 from gpt_guard.callbacks.finite.first_seen import FirstSeen, Shown, first_seen_on_device
 from gpt_guard.callbacks.finite.gradient_findings import bad_gradient
-from gpt_guard.callbacks.finite.loss_findings import hidden_from, loss_outside
+from gpt_guard.callbacks.finite.loss_findings import hidden_from, is_loss, loss_outside
 from gpt_guard.callbacks.finite.verdict import verdict
 from gpt_guard.hooks.output_hooks import ForwardExtremes
 from gpt_guard.hooks.tensors import describe, is_bad
@@ -94,8 +94,9 @@ class DeviceReadings:
     def troubles(self, watch: Watch, readings: dict[str, Any], known: KnownState) -> Iterator[Trouble]:
         """Everything that is bad, in the order in which it happened; each forward once. Drops what was read.
 
-        A forward whose outputs are all good handles the bad values it was given; it counts once the loss or a gradient
-        of the step is bad. `known` tells what state was bad from the start.
+        A forward whose outputs are all good handles the bad values it was given, and one that returned a bad loss may
+        be left out by the loop: such a one counts once the loss or a gradient of the step is bad. `known` tells what
+        state was bad from the start.
         """
         events, self._events = self._events, []
         held: list[Trouble] = []
@@ -109,11 +110,17 @@ class DeviceReadings:
             extremes = sorted(_extremes_of(event, readings))
             bad = [found for found in extremes if is_bad(found[1], found[2])]
             if bad:
-                trouble = Trouble(_culprit(watch, event, bad[0], extremes, known), event.micro_batch, event.evaluation)
-                if any(not event.measured.places[number].entering for number, _, _ in bad):
+                culprit = _culprit(watch, event, bad[0], extremes, known)
+                trouble = Trouble(culprit, event.micro_batch, event.evaluation)
+                entering = all(event.measured.places[number].entering for number, _, _ in bad)
+                if not entering and (event.evaluation or not _returned_loss(watch, culprit)):
                     yield trouble
                 elif not event.evaluation:
                     held.append(trouble)
+
+
+def _returned_loss(watch: Watch, culprit: FirstSeen) -> bool:
+    return culprit.state is None and is_loss(watch, culprit)
 
 
 def _culprit(

@@ -14,7 +14,7 @@ from gpt_guard.callbacks.finite.context import Context, Reported
 from gpt_guard.callbacks.finite.device_readings import DeviceReadings, before_now, here_in, judge_on_device
 from gpt_guard.callbacks.finite.first_seen import FirstSeen, Shown, first_seen
 from gpt_guard.callbacks.finite.gradient_findings import bad_gradient, confirmed
-from gpt_guard.callbacks.finite.loss_findings import verdict_on_loss
+from gpt_guard.callbacks.finite.loss_findings import is_loss, left_out, verdict_on_loss
 from gpt_guard.callbacks.finite.microscope import Microscope
 from gpt_guard.callbacks.finite.state_findings import bad_after_step, changed_outside
 from gpt_guard.callbacks.finite.verdict import AtStep, bad_batch, verdict
@@ -75,6 +75,7 @@ class FiniteGuard(Guard):
     def _begin(self) -> None:
         self._reported = Reported()
         self._batch: tuple[FirstSeen, dict[str, Any]] | None = None
+        self._waiting: list[Finding] = []
         self._mask: Callable[[], Tensor | None] = _none
         self._micro_batch = 0
         self._at_step = AtStep()
@@ -160,8 +161,13 @@ class FiniteGuard(Guard):
 
     def _accuse(self, culprit: FirstSeen, tensor: Tensor | None, here: dict[str, Any]) -> None:
         self._reported.forward = self._reported.step = True
-        for found in verdict(self.watch, self._state, self._context, culprit, tensor, here):
-            self._reported.submit(self.watch.submit, found)
+        found = verdict(self.watch, self._state, self._context, culprit, tensor, here)
+        if culprit.state is None and is_loss(self.watch, culprit) and not here["evaluation"]:
+            # Whether it is a loss that matters, the backward tells: some loops leave a bad batch out themselves.
+            self._waiting, self._reported.step = list(found), False
+            return
+        for each in found:
+            self._reported.submit(self.watch.submit, each)
 
     def _explained(self) -> bool:
         """Whether the batch was bad: told instead of what follows from it."""
@@ -205,15 +211,29 @@ class FiniteGuard(Guard):
             self._loss = loss
             # What methods of the model have called: no call of the model itself has ended.
             self._keep_forward()
-        if not watch.immediate or self._reported.forward or is_finite_scalar(loss):
+        if not watch.immediate or (self._reported.forward and not self._waiting) or is_finite_scalar(loss):
+            self._leave_out()
             return
         stats = describe(loss)
         if stats is None or not uses_any(loss, watch.tracked.values()) or self._explained():
+            self._leave_out()
+            return
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            self._reported.forward = self._reported.step = True
+            for found in waiting:
+                self._reported.submit(watch.submit, found.model_copy(update={"moment": Moment.BEFORE_BACKWARD}))
             return
         self._reported.forward = self._reported.step = True
         here = {**self._here_now(), "moment": Moment.BEFORE_BACKWARD, "evaluation": False}
         for found in verdict_on_loss(watch, self._state, self._context, loss, stats, self._untouched, here):
             self._reported.submit(watch.submit, found)
+
+    def _leave_out(self) -> None:
+        """Note a bad loss that the model returned, and that no backward was called on."""
+        waiting, self._waiting = self._waiting, []
+        for found in waiting:
+            self.watch.submit(left_out(found))
 
     def after_backward(self) -> None:
         """Look at the gradients before clipping can spread one NaN to all of them."""
@@ -243,6 +263,7 @@ class FiniteGuard(Guard):
 
     def finish(self) -> Iterable[Finding]:
         """What was written after the last step, and is used by no forward any more."""
+        self._leave_out()
         return self._changed_since()
 
     def judge(self, seen: Observation) -> Iterable[Finding]:
@@ -258,6 +279,7 @@ class FiniteGuard(Guard):
             return
         if not self.watch.immediate:
             yield from judge_on_device(self.watch, self._readings, self._state, self._context, self._reported, seen)
+        self._leave_out()
         if seen.moment is Moment.BEFORE_STEP and not seen.skipped:
             gradients = self.gradients and not self._reported.step
             yield from self._at_step.judge(self.watch, self._state, seen, gradients=gradients)

@@ -20,7 +20,7 @@ from gpt_guard.hooks.autograd_graph.nodes import operations
 from gpt_guard.hooks.tensors import walk
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.hooks.weights import StateWatch, bad_state
-from gpt_guard.records import Finding, TensorStats
+from gpt_guard.records import Finding, Severity, TensorStats
 
 # What the graph proves, under the names of this code's causes.
 _KEYS = {
@@ -41,6 +41,17 @@ def is_loss(watch: Watch, culprit: FirstSeen) -> bool:
     if isinstance(watch.tap.modules[culprit.maker], nn.modules.loss._Loss):
         return True
     return "loss" in culprit.shown.position or (culprit.maker == 0 and culprit.after is not None)
+
+
+def left_out(found: Finding) -> Finding:
+    """The same, worth knowing only: no backward was called on this loss."""
+    return found.model_copy(
+        update={
+            "severity": Severity.INFO,
+            "seen": f"{found.seen} No backward() was called on it: the loop has left this batch out.",
+            "cause_id": "left out",
+        }
+    )
 
 
 def loss_of_module(

@@ -86,12 +86,9 @@ def over_all_positions(each: ReducedLoss) -> CallIssue:
 
 def looks_untrained(model: nn.Module) -> bool:
     """Whether all normalisation layers have gains of exactly 1, as before any training; False without such layers."""
-    gains = [
-        each.weight
-        for each in model.modules()
-        if "norm" in type(each).__name__.lower() and isinstance(getattr(each, "weight", None), Tensor)
-    ]
-    return bool(gains) and all(bool(gain.eq(1).all()) for gain in gains)
+    norms = [each for each in model.modules() if "norm" in type(each).__name__.lower()]
+    gains = [gain for each in norms for name, gain in each.named_parameters(recurse=False) if name == "weight"]
+    return bool(gains) and all(bool((gain == 1).all()) for gain in gains)
 
 
 def _output_weight(model: nn.Module, classes: int) -> tuple[str, float] | None:

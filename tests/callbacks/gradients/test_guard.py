@@ -355,3 +355,38 @@ def test_skipped_steps_and_evaluation_are_left_out() -> None:
 def test_limits_that_cannot_work_are_refused(limits: dict[str, float]) -> None:
     with pytest.raises(GuardUsageError, match=next(iter(limits))):
         GradNormMonitor(**limits)  # type: ignore[arg-type]  # that is the point
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda output: output.detach().clone().requires_grad_(),
+        lambda output: torch.tensor(output.tolist(), requires_grad=True),
+        lambda output: torch.from_numpy(output.detach().numpy().copy()).requires_grad_(),
+    ],
+    ids=["detach", "tensor", "numpy"],
+)
+def test_a_graph_that_was_cut_and_made_to_require_gradients_is_named(cut: Callable[[Tensor], Tensor]) -> None:
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with Guardian(model, optimizer, sinks=[], summary=False) as guardian:
+        for _ in range(6):
+            optimizer.zero_grad()
+            cut(model(torch.randn(4, 8))).square().sum().backward()
+            optimizer.step()
+    found = next(each for each in guardian.findings if each.code == "GG208")
+    assert found.step == 2
+    assert "Its graph ends in a tensor of shape [4, " in found.seen
+    assert found.causes[0].startswith("The loss or what it is made of lost its graph")
+
+
+def test_the_loss_of_another_model_is_not_called_cut() -> None:
+    model, other = mlp(), mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with Guardian(model, optimizer, guards=[GradNormMonitor()], sinks=[], summary=False) as guardian:
+        for _ in range(6):
+            model(torch.randn(4, 8))
+            other(torch.randn(4, 8)).square().sum().backward()
+            optimizer.step()
+    (found,) = guardian.findings
+    assert found.causes[0].startswith("backward() is called on the loss of another model")

@@ -61,7 +61,9 @@ def _before_use(watch: Watch, state: BadState, origin: str, known: str, here: di
         "unknown": "It was so before this forward used it.",
     }[known]
     if not state.is_parameter:
-        likely = [cause for cause in likely if cause == "loaded_so"] + _buffer_causes(watch, state.name)
+        # What no checkpoint holds was not loaded from one.
+        built = ["uninitialised"] if _is_unsaved(watch, state.name) else ["loaded_so"]
+        likely = (built if known == "entry" else []) + _buffer_causes(watch, state.name)
     return _bad_state(watch, state, when, likely, here, origin=origin)
 
 
@@ -83,6 +85,12 @@ def _bad_state(
         **here,
         **more,
     )
+
+
+def _is_unsaved(watch: Watch, name: str) -> bool:
+    """Whether a buffer is registered with persistent=False."""
+    path, _, key = name.rpartition(".")
+    return key in getattr(watch.model.get_submodule(path), "_non_persistent_buffers_set", ())
 
 
 def _buffer_causes(watch: Watch, name: str) -> list[str]:

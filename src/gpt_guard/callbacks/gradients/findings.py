@@ -53,13 +53,20 @@ def no_graph(loss_value: str, step: int) -> Finding:
     )
 
 
-def nothing_to_apply(seen: Observation, in_a_row: int, held: int, backwards: int) -> Finding:
-    """GG208: no parameter of the optimizer has a gradient at the step."""
+def nothing_to_apply(
+    seen: Observation, in_a_row: int, held: int, backwards: int, cut_at: tuple[int, ...] | None
+) -> Finding:
+    """GG208: no parameter of the optimizer has a gradient at the step; `cut_at` is where the loss's graph ends."""
     cleared = bool(backwards and seen.grad_norm)
     if cleared:
         how = f"backward() left a gradient norm of {number(seen.grad_norm)}, and it was gone before the step"
     elif backwards:
         how = "backward() reached the model since the last step, but none of these parameters"
+    elif cut_at is not None:
+        how = (
+            f"backward() was called on a loss that depends on no parameter of the model. Its graph ends in a tensor of "
+            f"shape {list(cut_at)} that requires a gradient and was computed without one"
+        )
     else:
         how = "no backward() reached the model since the last step"
     return _about(
@@ -67,7 +74,13 @@ def nothing_to_apply(seen: Observation, in_a_row: int, held: int, backwards: int
         seen,
         f"optimizer.step() had no gradient to apply for any of its {held} parameters in {in_a_row} "
         f"steps in a row: {how}.",
-        likely=["cleared"] if cleared else ["other_tensors"] if backwards else ["other_model"],
+        likely=["cleared"]
+        if cleared
+        else ["other_tensors"]
+        if backwards
+        else ["detached_loss"]
+        if cut_at
+        else ["other_model"],
         evidence={"backward_calls": backwards, "norm_after_backward": seen.grad_norm if cleared else None},
     )
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.gradients import findings
@@ -19,6 +20,7 @@ from gpt_guard.callbacks.gradients.lost import LostGradients
 from gpt_guard.callbacks.gradients.missing import MissingGradients
 from gpt_guard.callbacks.settings import check_types
 from gpt_guard.errors import GuardUsageError
+from gpt_guard.hooks.autograd_graph.nodes import leaves, uses_any
 from gpt_guard.hooks.gradients import exact_norm
 from gpt_guard.hooks.tensors import describe
 from gpt_guard.hooks.watch import Watch
@@ -107,6 +109,7 @@ class GradNormMonitor(Guard):
         self._depth: DepthProfile | None = None
         self._backwards = 0
         self._graphless = False
+        self._cut_at: tuple[int, ...] | None = None
         self._overflowing: dict[str, float] = {}
         self._zero_ends: dict[int, tuple[Observation, int]] = {}
 
@@ -141,8 +144,18 @@ class GradNormMonitor(Guard):
         if loss.is_leaf and loss.requires_grad and self._ours(loss):
             self._graphless = True
             self.watch.submit(findings.no_graph(str(tuple(loss.shape)), self.watch.step))
+        elif any(track.empty for track in self._tracks.values()):
+            # Only while steps have nothing to apply: a walk over the graph.
+            self._cut_at = self._cut(loss)
         if self._lost is not None:
             self._lost.before_backward(loss)
+
+    def _cut(self, loss: Tensor) -> tuple[int, ...] | None:
+        """The shape of a tensor in which the graph of a loss ends that depends on no parameter of the model."""
+        if not self._ours(loss) or uses_any(loss, self.watch.tracked.values()):
+            return None
+        ends = (leaf for leaf in leaves(loss) if not isinstance(leaf, nn.Parameter))
+        return next((tuple(leaf.shape) for leaf in ends), None)
 
     def _ours(self, loss: Tensor) -> bool:
         """Whether a loss without a graph was meant for this model: the model ran, could learn, and is stepped."""
@@ -244,7 +257,7 @@ class GradNormMonitor(Guard):
         elif track.empty == _IN_A_ROW and not self._graphless:
             held = sum(parameter.requires_grad for parameter in self.watch.held_by(seen.optimizer).values())
             if held:
-                yield findings.nothing_to_apply(seen, track.empty, held, backwards)
+                yield findings.nothing_to_apply(seen, track.empty, held, backwards, self._cut_at)
 
     def _judge_level(self, track: _Track, seen: Observation, norm: float) -> Iterator[Finding]:
         if norm > self._warn_above:

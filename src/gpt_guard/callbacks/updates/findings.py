@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gpt_guard.callbacks.gradients.missing import common_path
 from gpt_guard.callbacks.updates.measured_step import ExactComparison
 from gpt_guard.catalogue import finding
 from gpt_guard.hooks.watch import Watch
@@ -29,6 +30,19 @@ def listed(names: Iterable[str], most: int = _NAMED) -> str:
     known = list(names)
     shown = ", ".join(f"`{name}`" for name in known[:most])
     return shown if len(known) <= most else f"{shown} and {len(known) - most} more"
+
+
+def unheld_causes(held: Iterable[str], missing: Iterable[str]) -> list[str]:
+    """GG302's causes by where the parameters lie that an optimizer holds, and those that none does.
+
+    Where a module has both, something chose among them; a module of which all is missing was added later.
+    """
+    held, missing = list(held), list(missing)
+    if common_path(held):
+        return ["part_only", "replaced"]
+    around = common_path(missing)
+    chosen = not around or any(name.startswith(f"{around}.") for name in held if name not in missing)
+    return ["filtered", "replaced"] if chosen else ["replaced"]
 
 
 def half_spacing(dtype: torch.dtype, magnitude: float) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gpt_guard.callbacks.updates.findings import listed
+from gpt_guard.callbacks.updates.findings import listed, unheld_causes
 from gpt_guard.callbacks.updates.hidden_tensors import HiddenTensors
 from gpt_guard.callbacks.updates.sampling import Unchanged, address
 from gpt_guard.catalogue import finding
@@ -138,13 +138,16 @@ class Ownership:
         path, kind = watch.owner_of(names[0])
         many = len(names) > 1
         extra = len(watch.extra)
+        held = [
+            name for index in range(len(watch.optimizers)) for name in watch.held_by(index) if name in watch.parameters
+        ]
         return finding(
             "GG302",
             f"{len(names)} trainable parameter{'s' if many else ''} of the model with a gradient "
             f"{'are' if many else 'is'} in no optimizer given to Guardian: {listed(names)} ({sum(sizes.values()):,} "
             f"elements). No step changed {'them' if many else 'it'}."
             + (f" The optimizers hold {extra} tensors that are not the model's." if extra else ""),
-            likely=["replaced"] if replaced or extra else [],
+            likely=["replaced"] if replaced or extra else unheld_causes(held, names),
             step=step,
             moment=Moment.AFTER_STEP,
             module=path,

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gpt_guard.callbacks.gradients.missing import common_path, shown
+from gpt_guard.callbacks.gradients.missing import shown
+from gpt_guard.callbacks.updates.findings import unheld_causes
 from gpt_guard.callbacks.updates.ownership import held_twice, tied_names, twice_cause
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.gradients.backward import trainable
@@ -72,8 +73,7 @@ def coverage_findings(model: nn.Module, covered: Coverage) -> Iterator[Finding]:
     if covered.strange:
         yield _strange(model, covered)
     if covered.uncovered and held:
-        names, path = covered.uncovered, common_path(covered.uncovered)
-        likely = ["part_only", "replaced"] if common_path(held) else ["replaced"] if path else ["filtered", "replaced"]
+        names, likely = covered.uncovered, unheld_causes(held, covered.uncovered)
         seen = (
             f"{len(names)} trainable parameters are not in the optimizer: {shown(names)}. It holds {len(held)} "
             f"parameters of this model."

@@ -65,6 +65,12 @@ def test_what_is_left_at_the_very_end_is_only_worth_knowing() -> None:
     assert "ended 2 micro-batches after its last step" in found.seen
 
 
+def test_what_is_left_at_the_end_as_it_was_before_is_a_habit() -> None:
+    (found,) = run(lambda step, model, optimizer, kept: epoch(model, optimizer, 10), steps=2)
+    assert (found.code, found.severity, found.moment) == ("GG237", Severity.WARNING, Moment.EXIT)
+    assert "as 2 before that were cleared without a step" in found.seen
+
+
 def test_an_interrupted_run_says_nothing() -> None:
     def body(step: int, model: Any, optimizer: Any, kept: Any) -> None:
         epoch(model, optimizer, 14)

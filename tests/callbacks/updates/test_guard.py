@@ -17,7 +17,7 @@ from gpt_guard.callbacks.updates.ratio import RatioBounds, RatioWatch
 from gpt_guard.callbacks.updates.sampling import sample_view
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.guardian import Guardian
-from gpt_guard.records import Finding, Moment, Observation
+from gpt_guard.records import Finding, Moment, Observation, Severity
 
 
 class TinyGPT(nn.Module):
@@ -348,6 +348,16 @@ def test_updates_lost_to_rounding(lr: float, expected: list[str], exact: bool) -
         found = only(guardian)
         assert "tok.weight" in str(found.evidence["parameters"])
         assert "bfloat16" in found.seen
+
+
+def test_gains_that_never_move_are_told_with_their_names() -> None:
+    model = TinyGPT().bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, weight_decay=0.0)
+    found = only(watched(model, optimizer, lambda: train(model, optimizer, 60)))
+    assert (found.code, found.severity) == ("GG305", Severity.WARNING)
+    gains = [name for name, each in model.named_parameters() if each.dim() == 1 and bool((each == 1).all())]
+    assert gains
+    assert sorted(found.evidence["parameters"]) == sorted(gains)  # type: ignore[arg-type]  # a list
 
 
 def test_rounding_at_the_end_of_a_decay_or_within_a_warm_up_is_quiet() -> None:

@@ -131,7 +131,7 @@ class LoopOrder(Guard):
         if seen.evaluation:
             return
         if tail := self._tail.step(seen.micro_batches):
-            yield dropped(*tail, seen.step, at_end=False)
+            yield dropped(*tail, True, seen.step, at_end=False)
         if self._recorder is None:
             return
         if seen.skipped:

@@ -67,12 +67,12 @@ class Tail:
         self.reported = True
         return left, self.size
 
-    def at_end(self) -> tuple[int, int] | None:
-        """Micro-batches that no step has followed when the run ended, and in a full step."""
+    def at_end(self) -> tuple[int, int, bool] | None:
+        """Micro-batches that no step has followed when the run ended, in a full step, and whether it was so before."""
         if self.reported or self._drops or self.regular < _REGULAR or not 0 < self._since < self.size:
             return None
         self.reported = True
-        return self._since, self.size
+        return self._since, self.size, self._since in self._before
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers."""
@@ -84,10 +84,11 @@ class Tail:
         self._before = [int(left) for left in state["before"]]
 
 
-def dropped(left: int, size: int, step: int, *, at_end: bool) -> Finding:
-    """GG237: the micro-batches that were for nothing."""
+def dropped(left: int, size: int, again: bool, step: int, *, at_end: bool) -> Finding:
+    """GG237: the micro-batches that were for nothing; at the end, `again` where as many had been cleared before."""
     if at_end:
-        text = f"The run ended {left} micro-batches after its last step; a full step has {size}. They were for nothing."
+        text = f"The run ended {left} micro-batches after its last step; a full step has {size}. They were for nothing"
+        text += f", as {left} before that were cleared without a step." if again else "."
     else:
         text = (
             f"{left} micro-batches were added up and then cleared without a step; before and after, each step had "
@@ -98,7 +99,7 @@ def dropped(left: int, size: int, step: int, *, at_end: bool) -> Finding:
         "GG237",
         text,
         likely=["end_of_epoch"],
-        severity=Severity.INFO if at_end else Severity.WARNING,
+        severity=Severity.INFO if at_end and not again else Severity.WARNING,
         step=step,
         moment=Moment.EXIT if at_end else Moment.BEFORE_STEP,
         evidence={"left_over": left, "micro_batches": size},

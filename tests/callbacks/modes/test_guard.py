@@ -21,6 +21,22 @@ def test_training_in_eval_mode_from_the_start() -> None:
     (found,) = run.watch(lambda _: run.train(5))
     assert (found.code, found.step, found.module) == ("GG502", 0, "1")
     assert found.evidence["count"] == 2
+    assert found.causes[0].startswith("model.train() is never called")
+
+
+def test_an_evaluation_before_the_first_step_that_is_never_undone() -> None:
+    run = Run()
+
+    def loop(guardian: Guardian) -> None:
+        run.model.eval()
+        validate(run.model)
+        run.train(5)
+
+    (found,) = run.watch(loop)
+    assert (found.code, found.step) == ("GG502", 0)
+    assert found.causes[0].startswith("An evaluation or a sample before training")
+    assert found.where is not None
+    assert found.where.text == "run.model.eval()"
 
 
 def test_eval_that_is_never_undone() -> None:

@@ -148,8 +148,10 @@ class EvalModeAssert(Guard):
             # From the start: parts frozen on purpose sit in a model that itself is in training mode.
             if not whole or self._root_trains:
                 return None
-            code, named, likely, who = "GG502", off, "never_train", None
-            story = f"{_they_were(off)} in eval mode from the first step on."
+            who = self.watch.modes.who(training=False, of=off[0].path)
+            code, named, likely = "GG502", off, "never_train" if who is None else "eval_before_loop"
+            story = f"{_they_were(off)} in eval mode from the first step on"
+            story += f"; {described_call('eval', who)[:-1]} and never undone." if who else "."
         else:
             code, named, likely = ("GG503", off, "eval_not_undone") if whole else ("GG504", changed, "part_eval")
             who = self.watch.modes.who(training=False, of=changed[0].path)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from gpt_guard.callbacks.attention.guard import AttentionCalls
     from gpt_guard.callbacks.base import Guard
     from gpt_guard.callbacks.checkpointing.fingerprint import CheckpointFingerprint
+    from gpt_guard.callbacks.checkpointing.restore import RestoreWatch
     from gpt_guard.callbacks.data.guard import DataWatch
     from gpt_guard.callbacks.distributed.replicas import ReplicaSync
     from gpt_guard.callbacks.finite.guard import FiniteGuard
@@ -118,6 +119,7 @@ _HOME = {
     "ProcessError": "errors",
     "ReplicaSync": "callbacks.distributed.replicas",
     "Report": "records",
+    "RestoreWatch": "callbacks.checkpointing.restore",
     "RunLog": "report.run_log",
     "ScheduleError": "errors",
     "Severity": "records",
@@ -197,6 +199,7 @@ __all__ = [
     "ProcessError",
     "ReplicaSync",
     "Report",
+    "RestoreWatch",
     "RunLog",
     "ScheduleError",
     "Severity",

@@ -4,6 +4,7 @@ from gpt_guard.callbacks.attention.embedding import IndexCalls
 from gpt_guard.callbacks.attention.guard import AttentionCalls
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.checkpointing.fingerprint import CheckpointFingerprint
+from gpt_guard.callbacks.checkpointing.restore import RestoreWatch
 from gpt_guard.callbacks.data.guard import DataWatch
 from gpt_guard.callbacks.distributed.replicas import ReplicaSync
 from gpt_guard.callbacks.finite.guard import FiniteGuard
@@ -38,5 +39,6 @@ __all__ = [
     "ModelProbe",
     "ParamDeltaProbe",
     "ReplicaSync",
+    "RestoreWatch",
     "TiedWeights",
 ]

@@ -8,6 +8,7 @@ from gpt_guard.callbacks.attention.embedding import IndexCalls
 from gpt_guard.callbacks.attention.guard import AttentionCalls
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.checkpointing.fingerprint import CheckpointFingerprint
+from gpt_guard.callbacks.checkpointing.restore import RestoreWatch
 from gpt_guard.callbacks.data.guard import DataWatch
 from gpt_guard.callbacks.finite.guard import FiniteGuard
 from gpt_guard.callbacks.gradients.guard import GradNormMonitor
@@ -42,5 +43,6 @@ def default_guards(tokenizer: Any = None, config: Any = None) -> list[Guard]:
         LoggedUpdate(),
         FreezeInTrain(),
         AutocastUse(),
+        RestoreWatch(),
         CheckpointFingerprint(tokenizer=tokenizer, config=config),
     ]

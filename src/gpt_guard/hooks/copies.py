@@ -130,6 +130,26 @@ class HookSet:
         places: Any = (module._state_dict_pre_hooks,)
         self._add(places, hook, module.register_state_dict_pre_hook)
 
+    def before_load(self, module: nn.Module, hook: Uncopied) -> None:
+        """Have `hook` called as a pre-hook of the module's `load_state_dict`, with what is given and its prefix."""
+        places: Any = (module._load_state_dict_pre_hooks,)
+        self._add(places, hook, module.register_load_state_dict_pre_hook)
+
+    def after_load(self, module: nn.Module, hook: Uncopied) -> None:
+        """Have `hook(module, incompatible_keys)` called when the module has loaded a state."""
+        places: Any = (module._load_state_dict_post_hooks,)
+        self._add(places, hook, module.register_load_state_dict_post_hook)
+
+    def before_optimizer_load(self, optimizer: Any, hook: Uncopied) -> None:
+        """Have `hook(optimizer, state_dict)` called before the optimizer loads a state."""
+        places = (optimizer._optimizer_load_state_dict_pre_hooks,)
+        self._add(places, hook, optimizer.register_load_state_dict_pre_hook)
+
+    def after_optimizer_load(self, optimizer: Any, hook: Uncopied) -> None:
+        """Have `hook(optimizer)` called when the optimizer has loaded a state."""
+        places = (optimizer._optimizer_load_state_dict_post_hooks,)
+        self._add(places, hook, optimizer.register_load_state_dict_post_hook)
+
     def _add(self, places: tuple[_Held, ...], hook: Uncopied, register: Callable[..., Any], **options: Any) -> None:
         self._placed.append((places, hook))
         key = register(hook, **options).id
@@ -158,7 +178,8 @@ class HookSet:
 
 def _take_away(places: tuple[_Held, ...], hook: Uncopied) -> None:
     held, *extra = places
-    for key in [key for key, each in held.items() if each is hook]:
+    # torch wraps some of its hooks, and keeps what it was given in `.hook`.
+    for key in [key for key, each in held.items() if each is hook or getattr(each, "hook", None) is hook]:
         # Last from where it is looked for: an interrupt in between leaves it to be found again.
         for each in (*extra, held):
             if key in each:

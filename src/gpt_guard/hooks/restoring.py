@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.optim import Optimizer
 
+from gpt_guard.hooks.compiled import is_scripted
 from gpt_guard.hooks.copies import HookSet, Uncopied
 
 # A model's parts may be loaded one by one; those further in seldom are.
@@ -46,8 +47,12 @@ class RestoreHooks:
 
     def open(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
         """Begin to notice."""
-        self._hooks.before_state_dict(model, _StateAskedFor(model, self._listener))
+        if not is_scripted(model):
+            self._hooks.before_state_dict(model, _StateAskedFor(model, self._listener))
         for path, module in [("", model), *list(model.named_children())[:_MOST_PARTS]]:
+            if is_scripted(module):
+                # It takes no hooks.
+                continue
             self._hooks.before_load(module, _ModelLoads(module, path, self._listener))
             self._hooks.after_load(module, _ModelLoaded(module, path, self._listener))
         for optimizer in optimizers:

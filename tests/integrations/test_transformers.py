@@ -296,7 +296,6 @@ def test_a_resumed_run_counts_and_judges_on(make: Make, tmp_path: Path, saves: s
     assert callback.guardian.report().steps == 12
     # What the guards had seen went along: tokens are counted through.
     assert callback.guardian.state_dict()["progress"]["tokens"] == 1.5 * tokens
-    )
     assert callback.guardian.findings == ()
 
 

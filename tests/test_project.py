@@ -51,6 +51,18 @@ def test_the_development_tools_include_what_the_examples_need(project: dict[str,
     assert set(extras["examples"]) <= set(extras["docs"])
 
 
+@pytest.mark.parametrize("extra", ["lightning", "transformers", "accelerate"])
+def test_the_frameworks_are_installed_for_the_tests(project: dict[str, Any], extra: str) -> None:
+    extras = project["optional-dependencies"]
+    assert set(extras[extra]) <= set(extras["dev"])
+
+
+def test_releases_that_carried_malware_are_excluded(project: dict[str, Any]) -> None:
+    wanted = requirements(project["optional-dependencies"]["lightning"])
+    for requirement in wanted.values():
+        assert not any(requirement.specifier.contains(version) for version in ("2.6.2", "2.6.3"))
+
+
 def test_what_make_installs_is_what_the_project_allows(project: dict[str, Any]) -> None:
     allowed = requirements(
         project["dependencies"] + project["optional-dependencies"]["dev"] + project["optional-dependencies"]["docs"]

@@ -17,6 +17,7 @@ from gpt_guard.cli.checklist import checklist
 from gpt_guard.cli.compare import compare
 from gpt_guard.cli.explain import explain
 from gpt_guard.cli.replay import replay
+from gpt_guard.cli.run import run
 
 app = typer.Typer(
     help="Flight instruments for a PyTorch training loop.",
@@ -32,6 +33,7 @@ app.command()(checklist)
 app.command()(compare)
 app.command()(explain)
 app.command()(replay)
+app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(run)
 
 
 def main() -> None:

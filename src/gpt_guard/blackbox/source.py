@@ -21,7 +21,7 @@ from gpt_guard.blackbox.stored import plain_path
 from gpt_guard.checkpoint.belongs import model_config
 from gpt_guard.checkpoint.fingerprint import unwrap
 from gpt_guard.checks.environment.facts import surroundings
-from gpt_guard.hooks.attributes import own_attributes
+from gpt_guard.hooks.unregistered import own_attributes
 from gpt_guard.records import Record
 
 MOST = 50_000

@@ -48,7 +48,7 @@ class RestoreHooks:
     def open(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
         """Begin to notice."""
         if not is_scripted(model):
-            self._hooks.before_state_dict(model, _StateAskedFor(model, self._listener))
+            self._hooks.before_state_dict(model, _SnapshotAsked(model, self._listener))
         for path, module in [("", model), *list(model.named_children())[:_MOST_PARTS]]:
             if is_scripted(module):
                 # It takes no hooks.
@@ -76,7 +76,7 @@ class _OnModule(Uncopied):
         self._module, self._path, self._listener = module, path, listener
 
 
-class _StateAskedFor(Uncopied):
+class _SnapshotAsked(Uncopied):
     __slots__ = ("_listener", "_module")
 
     def __init__(self, module: nn.Module, listener: RestoreListener) -> None:

@@ -22,11 +22,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gpt_guard.hooks.attributes import own_attributes
 from gpt_guard.hooks.capture.execution_context import SavedHooks, saved_hooks_only
 from gpt_guard.hooks.isolation.preserve import Keeper, python_random_state, restore_random_state
 from gpt_guard.hooks.isolation.rerun import Consumed, consumed, may_block
 from gpt_guard.hooks.tensors import readable, version_of, watchable
+from gpt_guard.hooks.unregistered import own_attributes
 
 # Buffers are always copied, parameters and other tensors of modules only up to here: a forward seldom writes to them.
 _MOST_BYTES = 256 * 2**20

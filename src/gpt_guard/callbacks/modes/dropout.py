@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from gpt_guard.catalogue import finding
-from gpt_guard.hooks.attributes import modules_in, plain_attributes
 from gpt_guard.hooks.functions.function_calls import FunctionCall
-from gpt_guard.hooks.unregistered import find_hidden
+from gpt_guard.hooks.unregistered import find_hidden, modules_in, plain_attributes
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Severity, SourceLine
 from gpt_guard.records.render import number

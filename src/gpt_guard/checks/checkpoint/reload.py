@@ -18,9 +18,9 @@ from gpt_guard.checkpoint.reporter import Reporter
 from gpt_guard.checkpoint.weights import copy_weights, fit_weights
 from gpt_guard.checks.runner.forward import in_form_of, logits_of, plain_device
 from gpt_guard.errors import CheckpointError
-from gpt_guard.hooks.attributes import kind_of, own_attributes, plain_attributes, tensors_in
 from gpt_guard.hooks.isolation.compare import difference, rounding
 from gpt_guard.hooks.isolation.preserve import preserved, quiet, seed_all
+from gpt_guard.hooks.unregistered import kind_of, own_attributes, plain_attributes, tensors_in
 from gpt_guard.records import Finding
 
 _FILE = Path("the saved state_dict")

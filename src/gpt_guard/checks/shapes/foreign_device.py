@@ -14,8 +14,8 @@ from torch.func import functional_call
 
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.runner.forward import user_line
-from gpt_guard.hooks.attributes import plain_attributes
 from gpt_guard.hooks.isolation.preserve import quiet
+from gpt_guard.hooks.unregistered import plain_attributes
 from gpt_guard.records import Finding
 
 _ELSEWHERE = torch.device("lazy:0")

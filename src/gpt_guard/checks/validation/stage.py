@@ -13,7 +13,6 @@ from gpt_guard.callbacks.modes.sensitive import described, sensitive_modules
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.runner.base import MODEL, VOCABULARY, Stage, Subject
 from gpt_guard.checks.runner.perturb import other_ids, probe_ids, repeatable
-from gpt_guard.hooks.attributes import modules_in, plain_attributes
 from gpt_guard.hooks.isolation.compare import (
     FirstDifference,
     difference,
@@ -23,6 +22,7 @@ from gpt_guard.hooks.isolation.compare import (
     traced,
 )
 from gpt_guard.hooks.isolation.preserve import quiet
+from gpt_guard.hooks.unregistered import modules_in, plain_attributes
 from gpt_guard.records import CheckResult, Severity
 from gpt_guard.records.render import number
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gpt_guard.hooks.attributes import held_in, kind_of, plain_attributes, tensors_in
+from gpt_guard.hooks.unregistered import held_in, kind_of, plain_attributes, tensors_in
 
 
 class Holder(nn.Module):

@@ -25,6 +25,7 @@ from gpt_guard.replaying.service import Replayer
 from gpt_guard.runtime import arguments
 from gpt_guard.runtime.data_stages import Staged
 from gpt_guard.runtime.dispatch import Dispatch
+from gpt_guard.runtime.error_notes import add_note
 from gpt_guard.runtime.policy import Policy, Rules
 from gpt_guard.runtime.progress import Progress, stamp_of, state_of, take_back
 from gpt_guard.runtime.reporting import header, make_report
@@ -158,6 +159,8 @@ class Guardian(Staged):
             return
         self._dispatch.quiet = error is not None
         try:
+            if error is not None:
+                add_note(error, self._session.watch, self._replayer)
             self._session.leave(self._not_watched)
         finally:
             self._end()

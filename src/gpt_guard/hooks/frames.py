@@ -9,12 +9,13 @@ import functools
 import linecache
 import os
 import sys
-from collections.abc import Callable, Container
-from types import CodeType, FrameType
+from collections.abc import Callable, Container, Iterator
+from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gpt_guard.hooks.tensors import walk
 from gpt_guard.records import SourceLine
@@ -28,6 +29,8 @@ _PACKAGES = ("site-packages", "dist-packages")
 # Code without a file that is nobody's line: the import system, and forwards written by torch.fx.
 _NO_FILE = ("<frozen ", "<eval_with_key>")
 _CALL = nn.Module._call_impl.__code__
+# Of what a failed call was given, so many tensors are told.
+_MOST_TENSORS = 6
 
 
 def user_line() -> SourceLine | None:
@@ -60,11 +63,11 @@ def caller_line(module: nn.Module) -> SourceLine | None:
     return None if found is None else line_of(found)
 
 
-def line_of(frame: FrameType) -> SourceLine:
-    """The line at which a frame stands."""
-    code = frame.f_code
-    text = linecache.getline(code.co_filename, frame.f_lineno, frame.f_globals).strip()
-    return SourceLine(file=code.co_filename, line=frame.f_lineno, function=code.co_name, text=text)
+def line_of(frame: FrameType, number: int | None = None) -> SourceLine:
+    """The line at which a frame stands, or the one with this number."""
+    code, number = frame.f_code, frame.f_lineno if number is None else number
+    text = linecache.getline(code.co_filename, number, frame.f_globals).strip()
+    return SourceLine(file=code.co_filename, line=number, function=code.co_name, text=text)
 
 
 def is_foreign(file: str) -> bool:
@@ -191,3 +194,50 @@ def function_line(function: Callable[..., Any]) -> SourceLine | None:
         return None
     text = linecache.getline(code.co_filename, code.co_firstlineno).strip()
     return SourceLine(file=code.co_filename, line=code.co_firstlineno, function=code.co_name, text=text)
+
+
+class RaisedIn(NamedTuple):
+    """Where an exception came from; no tensor and no frame is in it but those of the call, for as long as it is held.
+
+    `path` is that of the innermost module of the model, None where none was running; `given` what it was called with;
+    `line` the innermost line of the user's own code; `optimizer` the one whose step was running.
+    """
+
+    path: str | None
+    module: nn.Module | None
+    given: tuple[tuple[str, Tensor], ...]
+    line: SourceLine | None
+    optimizer: Optimizer | None
+
+
+def raised_in(trace: TracebackType | None, paths: dict[int, str]) -> RaisedIn:
+    """Read a traceback from its end; `paths` are those of the model's modules, by id."""
+    path: str | None = None
+    module: nn.Module | None = None
+    given: tuple[tuple[str, Tensor], ...] = ()
+    line: SourceLine | None = None
+    optimizer: Optimizer | None = None
+    for frame, number in reversed(list(_frames(trace))):
+        code = frame.f_code
+        if line is None and not is_foreign(code.co_filename):
+            line = line_of(frame, number)
+        # Reading the variables of a frame of the user's would leave a copy of them in it.
+        if module is None and code is _CALL and id(first := frame.f_locals["self"]) in paths:
+            module, path = first, paths[id(first)]
+            given = tuple(walk({**dict(enumerate(frame.f_locals["args"])), **frame.f_locals["kwargs"]}))[:_MOST_TENSORS]
+        if optimizer is None and code.co_name == "step" and code.co_varnames[:1] == ("self",):
+            owner = frame.f_locals["self"]
+            optimizer = owner if isinstance(owner, Optimizer) else None
+    return RaisedIn(path, module, given, line, optimizer)
+
+
+def _frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+    while trace is not None:
+        yield trace.tb_frame, trace.tb_lineno
+        trace = trace.tb_next
+
+
+def tensor_in_words(position: str, tensor: Any) -> str:
+    """A tensor by shape, dtype and device; nothing of it is read."""
+    kind = str(tensor.dtype).removeprefix("torch.")
+    return f"{position} {list(tensor.shape)} {kind} on {tensor.device}"

@@ -17,9 +17,11 @@ from gpt_guard.hooks.capture.capture import Capture, ForwardCall, LossCall, NoCa
 from gpt_guard.hooks.capture.output_gradients import bypassed, gradients_of, reached
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Observation
+from gpt_guard.replaying.in_place import InPlaceWrite, in_place_writes
 from gpt_guard.replaying.isolation import with_stubs
 from gpt_guard.replaying.recipe import LossRecipe, Recipe, ReplayOutcome, target_of, with_outcome
 from gpt_guard.replaying.run import replay_step
+from gpt_guard.replaying.step_runner import StepRunner, why_not
 from gpt_guard.replaying.trace import make_ready
 
 _P = ParamSpec("_P")
@@ -159,6 +161,26 @@ class Replayer:
             return ReplayOutcome(False, _nothing_kept(finding, capture), finding=finding, decided=False)
         # One that says where the fault lies, or why it could not be run, says more than one that went well.
         return next((each for each in missed if not each.decided), missed[-1])
+
+    def in_place_writes(self) -> list[InPlaceWrite] | None:
+        """What the newest forward writes in place, from running it again; None where it cannot be run alone."""
+        watch, capture = self._watch, self.capture
+        if watch is None or capture is None or self._busy or why_not(watch.model) is not None:
+            return None
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return None
+        recipes = [recipe for recipe, _ in _recipes(watch, capture, None)]
+        if not recipes:
+            return None
+        make_ready()
+        functions = watch.inspection.functions
+        before = watch.tap.paused, functions.muted
+        watch.tap.paused = functions.muted = self._busy = True
+        try:
+            return in_place_writes(StepRunner(watch.model, recipes[0], limit_s=self._limit_s(), live=True))
+        finally:
+            watch.tap.paused, functions.muted = before
+            self._busy = False
 
     def _limit_s(self) -> float:
         if self._limit is not True:

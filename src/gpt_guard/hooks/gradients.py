@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gpt_guard.hooks.tensors import readable
+from gpt_guard.hooks.tensors import readable, shard_of
 
 _R = TypeVar("_R")
 _HALF = (torch.float16, torch.bfloat16)
@@ -202,7 +202,7 @@ def _merged(grad: Tensor) -> Tensor:
 @torch.no_grad()
 def fused_norms(values: list[Tensor]) -> Tensor:
     """L2 norms of dense real tensors as one float tensor `[n]`, half types reduced in float32; reads nothing."""
-    values = [value.to_local() if hasattr(value, "to_local") else value for value in values]
+    values = list(map(shard_of, values))
     kinds = {value.dtype for value in values}
     wide = torch.float64 if torch.float64 in kinds else torch.float32
     norms = torch._foreach_norm(values, 2.0, None if kinds.isdisjoint(_HALF) else wide)

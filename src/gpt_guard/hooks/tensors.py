@@ -59,6 +59,31 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
                 yield f".{name}", getattr(value, name)
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is spread over processes (torch's DTensor): what this one holds is `to_local()`."""
+    return hasattr(tensor, "to_local")
+
+
+def shard_of(tensor: Any) -> Tensor:
+    """What this process holds of a tensor: all of it, unless it is sharded."""
+    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return part
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Whether the memory of a dense tensor was given back while the tensor lives on, as FSDP does between its uses.
+
+    A read of it ends the process.
+    """
+    if tensor.layout is not torch.strided or not tensor.numel() or is_sharded(tensor) or tensor.is_meta:
+        return False
+    try:
+        return tensor.untyped_storage().nbytes() == 0
+    except (NotImplementedError, RuntimeError):
+        # A kind without a storage of its own, as a nested or a fake one.
+        return False
+
+
 def readable(tensor: Tensor) -> Tensor | None:
     """The values to test as one dense real tensor, without a copy where possible; None if there is nothing to test.
 
@@ -67,9 +92,9 @@ def readable(tensor: Tensor) -> Tensor | None:
     """
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return None
-    values = tensor.detach()
-    if hasattr(values, "to_local"):
-        values = values.to_local()
+    if is_freed(tensor):
+        return None
+    values = shard_of(tensor.detach())
     if values.layout is not torch.strided:
         values = _stored_values(values)
     if values.is_complex():

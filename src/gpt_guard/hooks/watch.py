@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gpt_guard.hooks.autograd_graph.nodes import uses_any
 from gpt_guard.hooks.capture.capture import NoCapture
 from gpt_guard.hooks.functions.call_record import CallRecord
 from gpt_guard.hooks.gradients import GradNorms
@@ -17,6 +18,7 @@ from gpt_guard.hooks.inspection import Inspection
 from gpt_guard.hooks.ledger import Ledger
 from gpt_guard.hooks.modes import ModeLog
 from gpt_guard.hooks.module_hooks import ModuleHooks
+from gpt_guard.hooks.tensors import is_sharded
 from gpt_guard.hooks.weights import ParameterVersions
 from gpt_guard.records import Finding, SourceLine
 
@@ -95,6 +97,8 @@ class Watch:
         self.forward_ended: list[Callable[[Any], None]] = []
         self.groups_changed: list[Callable[[], None]] = []
         self.exchanged: set[str] = set()
+        # The graph of a loss then ends in other tensors than the parameters: what a wrapper has gathered for a while.
+        self.sharded = any(map(is_sharded, self.parameters.values()))
         self._name_all()
 
     def _name_all(self) -> None:
@@ -170,6 +174,15 @@ class Watch:
     def name_of(self, tensor: Tensor) -> str | None:
         """The name of a parameter of the model or of an optimizer, or None."""
         return self._names.get(id(tensor))
+
+    def reaches(self, loss: Tensor) -> bool:
+        """Whether a loss depends on parameters of the model or of an optimizer, by its graph; reads no values.
+
+        Where they are sharded the graph does not say, and a loss that comes after a forward of the model counts.
+        """
+        if self.sharded:
+            return loss.grad_fn is not None and self.forwards > 0
+        return uses_any(loss, self.tracked.values())
 
     def mode_is_meant(self, path: str) -> bool:
         """Whether a module's mode was declared to be deliberate, by a pattern in `modes_meant`."""

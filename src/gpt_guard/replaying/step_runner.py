@@ -14,6 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from gpt_guard.hooks.backward import unnoticed
 from gpt_guard.hooks.capture.execution_context import ExecutionContext, put_into
 from gpt_guard.hooks.compiled import is_compiled_in_place, is_compiled_wrapper
+from gpt_guard.hooks.tensors import is_sharded
 from gpt_guard.replaying.isolation import outside_the_loop, untouched
 from gpt_guard.replaying.recipe import Recipe
 from gpt_guard.replaying.trace import Trace
@@ -120,7 +121,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 def why_not(model: nn.Module) -> str | None:
     """Why this model cannot be run by one process alone, as a sentence; None if it can."""
-    if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
+    if any(is_sharded(parameter) for parameter in model.parameters()):
         return "Not replayed: the parameters are sharded, and a forward of one process alone would wait for the others."
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         return "Not replayed: the model is sharded, and a forward of one process alone would wait for the others."

@@ -14,6 +14,7 @@ from gpt_guard.callbacks.base import Guard
 from gpt_guard.catalogue import finding
 from gpt_guard.hooks.frames import user_line
 from gpt_guard.hooks.restoring import RestoreHooks
+from gpt_guard.hooks.tensors import is_sharded
 from gpt_guard.records import Finding, Moment, Observation, Severity
 from gpt_guard.records.render import number, some
 
@@ -234,7 +235,7 @@ class RestoreWatch(Guard):
 
 def _is_same(given: Any, own: Tensor) -> bool:
     """Whether a tensor is another one's memory; sharded and other tensors without an address of their own are not."""
-    if not isinstance(given, Tensor) or given.layout is not torch.strided or hasattr(given, "to_local"):
+    if not isinstance(given, Tensor) or given.layout is not torch.strided or is_sharded(given):
         return False
     if not given.numel() or given.is_meta or given.shape != own.shape:
         return False

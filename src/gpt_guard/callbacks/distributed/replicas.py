@@ -17,7 +17,7 @@ from gpt_guard.callbacks.settings import check_types, patterns
 from gpt_guard.callbacks.updates.findings import listed
 from gpt_guard.catalogue import finding
 from gpt_guard.errors import GuardUsageError
-from gpt_guard.hooks.tensors import walk
+from gpt_guard.hooks.tensors import is_sharded, walk
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Observation
 
@@ -78,7 +78,7 @@ class ReplicaSync(Guard):
         for name, tensor in self.watch.parameters.items():
             if self._only and not any(fnmatchcase(name, pattern) for pattern in self._only):
                 continue
-            if hasattr(tensor, "to_local"):
+            if is_sharded(tensor):
                 self._sharded.append(name)
             else:
                 self._names.append(name)

@@ -19,7 +19,6 @@ from gpt_guard.callbacks.finite.microscope import Microscope
 from gpt_guard.callbacks.finite.state_findings import bad_after_step, changed_outside
 from gpt_guard.callbacks.finite.verdict import AtStep, bad_batch, verdict
 from gpt_guard.callbacks.settings import check_types, patterns
-from gpt_guard.hooks.autograd_graph.nodes import uses_any
 from gpt_guard.hooks.copies import HookSet, Uncopied
 from gpt_guard.hooks.frames import caller_line, user_line
 from gpt_guard.hooks.output_hooks import is_finite_scalar
@@ -215,7 +214,7 @@ class FiniteGuard(Guard):
             self._leave_out()
             return
         stats = describe(loss)
-        if stats is None or not uses_any(loss, watch.tracked.values()) or self._explained():
+        if stats is None or not watch.reaches(loss) or self._explained():
             self._leave_out()
             return
         if self._waiting:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,7 @@ from gpt_guard.callbacks.gradients.lost import LostGradients
 from gpt_guard.callbacks.gradients.missing import MissingGradients
 from gpt_guard.callbacks.settings import check_types
 from gpt_guard.errors import GuardUsageError
-from gpt_guard.hooks.autograd_graph.nodes import leaves, uses_any
+from gpt_guard.hooks.autograd_graph.nodes import leaves
 from gpt_guard.hooks.gradients import exact_norm
 from gpt_guard.hooks.tensors import describe
 from gpt_guard.hooks.watch import Watch
@@ -152,7 +152,7 @@ class GradNormMonitor(Guard):
 
     def _cut(self, loss: Tensor) -> tuple[int, ...] | None:
         """The shape of a tensor in which the graph of a loss ends that depends on no parameter of the model."""
-        if not self._ours(loss) or uses_any(loss, self.watch.tracked.values()):
+        if not self._ours(loss) or self.watch.reaches(loss):
             return None
         ends = (leaf for leaf in leaves(loss) if not isinstance(leaf, nn.Parameter))
         return next((tuple(leaf.shape) for leaf in ends), None)
@@ -281,6 +281,10 @@ class GradNormMonitor(Guard):
             yield findings.too_high(seen, standing, kind, self._spike, lasts=lasts)
         elif standing.streak >= self._vanish_steps and track.loss_stalled(standing.streak):
             yield findings.too_low(seen, standing, track.loss_before(standing.streak))
+
+    def blind_spots(self) -> Iterable[str]:
+        if self.watch.sharded and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            yield "the whole gradient norm: parameters are sharded, and norms and ratios are those of this rank's part"
 
     def finish(self) -> Iterator[Finding]:
         """Tell what a short run left no time for."""

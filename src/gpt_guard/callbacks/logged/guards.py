@@ -17,6 +17,7 @@ from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.settings import check_types
 from gpt_guard.catalogue import finding
 from gpt_guard.errors import GuardUsageError
+from gpt_guard.hooks.tensors import is_sharded
 from gpt_guard.hooks.watch import Watch
 from gpt_guard.records import Finding, Moment, Observation
 from gpt_guard.records.render import number
@@ -241,9 +242,7 @@ def is_plain_sgd(optimizer: Optimizer) -> bool:
 
 
 def _ordinary(*tensors: Tensor) -> bool:
-    return all(
-        each.layout is torch.strided and each.is_floating_point() and not hasattr(each, "to_local") for each in tensors
-    )
+    return all(each.layout is torch.strided and each.is_floating_point() and not is_sharded(each) for each in tensors)
 
 
 def _grad(tensor: Tensor) -> Tensor:

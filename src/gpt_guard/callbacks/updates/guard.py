@@ -150,6 +150,8 @@ class ParamDeltaProbe(Guard):
         left_out = [name for each in sampled for name in each.left_out]
         if left_out:
             yield f"updates of {listed(left_out)}: no dense floating-point values to compare"
+        if self.watch.sharded:
+            yield "trainable tensors that the model does not know (GG303): the graph of sharded parameters does not say"
         if hidden := unknown_to_model(self._reported):
             yield f"what the model does not know (GG303), and modules in it: {listed(hidden)}"
 

@@ -58,6 +58,8 @@ class HiddenTensors:
     @property
     def settled(self) -> bool:
         """Whether enough losses have been looked at, and nothing is suspected: no later loss needs a look."""
+        if self._watch.sharded:
+            return True
         most = _MOST_WALKS * self._inspect
         waits = self._earlier is not None and self._walks < 2 * most
         looks = (self._own_walks < self._inspect or self._growing) and self._walks < most
@@ -70,6 +72,9 @@ class HiddenTensors:
 
     def before_backward(self, loss: Tensor) -> Iterator[Finding]:
         """Look at a loss, and tell what was suspected some steps ago."""
+        if self._watch.sharded:
+            # Its leaves are what was gathered for a while, and are not there any more when they would be compared.
+            return
         if self._hidden:
             yield from self._tell_hidden(self._watch.step, _PATIENCE)
         due = self._earlier is not None and self._watch.step >= self._earlier.step + _PATIENCE

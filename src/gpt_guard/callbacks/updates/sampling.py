@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gpt_guard.hooks.tensors import is_freed, shard_of
 from gpt_guard.hooks.watch import Watch
 
 _NARROW = 4
@@ -318,9 +319,9 @@ def local(tensor: Tensor) -> Tensor | None:
 
     A sharded tensor gives its shard, a complex one its pairs. Integer, quantized, sparse and meta tensors give None.
     """
-    values = tensor.detach()
-    if hasattr(values, "to_local"):
-        values = values.to_local()
+    if is_freed(tensor):
+        return None
+    values = shard_of(tensor.detach())
     if values.layout is not torch.strided or values.is_meta or values.is_quantized or not values.numel():
         return None
     if values.is_complex():
@@ -337,8 +338,7 @@ def address(tensor: Tensor) -> tuple[int, int] | None:
 
 def _has_elements(tensor: Tensor) -> bool:
     """Whether this process holds any of it: the shard of a small tensor may be empty."""
-    values = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return bool(values.numel())
+    return bool(shard_of(tensor).numel())
 
 
 def sample_view(tensor: Tensor, size: int) -> Tensor:

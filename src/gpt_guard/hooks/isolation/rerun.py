@@ -21,7 +21,7 @@ from gpt_guard.hooks.compiled import is_compiled_in_place, is_compiled_wrapper, 
 from gpt_guard.hooks.copies import Uncopied
 from gpt_guard.hooks.inspection import Inspection
 from gpt_guard.hooks.isolation.preserve import Keeper, is_plain_object, seed_all
-from gpt_guard.hooks.tensors import version_of
+from gpt_guard.hooks.tensors import is_sharded, version_of
 
 _PLAIN = (
     NoneType,
@@ -96,6 +96,8 @@ def not_repeatable(model: nn.Module) -> str | None:
     alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
     if not alone and torch.distributed.get_world_size() > 1:
         return "in several processes a forward of one may wait for the others"
+    if any(map(is_sharded, model.parameters())):
+        return "its parameters are sharded, and what gathers them keeps count of the forwards"
     modules = list(model.modules())
     if any(is_compiled_in_place(module) or is_compiled_wrapper(module) for module in modules):
         return "parts are compiled, and would be compiled anew"

@@ -293,6 +293,48 @@ def test_a_halt_comes_before_the_update_names_the_place_and_detaches(fit: Fit, k
     assert_detached(module, callback)
 
 
+class NeverCleared(Manual):
+    def training_step(self, batch: Any, index: int) -> None:
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+
+
+class Probabilities(Automatic):
+    def loss(self, batch: Any) -> Tensor:
+        (text,) = batch
+        return nn.functional.cross_entropy(self.net(text[:, :-1]).softmax(-1).flatten(0, 1), text[:, 1:].flatten())
+
+
+class NotAll(Automatic):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.net.head.parameters(), lr=0.01)
+
+
+class TrainsInValidation(Automatic):
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x)
+
+    def loss(self, batch: Any) -> Tensor:
+        (text,) = batch
+        return nn.functional.cross_entropy(self(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.net.train()
+        self.loss(batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [(NeverCleared, "GG209"), (Probabilities, "GG652"), (NotAll, "GG302"), (TrainsInValidation, "GG501")],
+)
+def test_silent_bugs_are_found(fit: Fit, kind: Any, code: str) -> None:
+    module, callback = kind(), watched()
+    fit(module, callback)
+    assert callback.guardian is not None
+    assert [found.code for found in callback.guardian.findings] == [code]
+    assert_detached(module, callback)
+
+
 def test_the_users_own_exception_goes_first_and_everything_is_detached(fit: Fit) -> None:
     def fails(trainer: Any, module: Any) -> None:
         raise RuntimeError("mine")

@@ -22,13 +22,14 @@ RANK, RANKS, FILE, SCENARIO = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], s
 STEPS, BAD_STEP = 6, 4
 
 
+NOW = {"bad": False}
+
+
 class Spoiler(nn.Module):
     """Gives NaN once it is told to."""
 
-    bad = False
-
     def forward(self, x: Tensor) -> Tensor:
-        return x * float("nan") if self.bad else x
+        return x * float("nan") if NOW["bad"] else x
 
 
 def make() -> nn.Sequential:
@@ -50,7 +51,7 @@ def train(model: nn.Sequential, guarded: bool) -> dict[str, Any]:
             guardian.start()
         for step in range(STEPS):
             optimizer.zero_grad()
-            model[1].bad = SCENARIO == "output" and step == BAD_STEP
+            NOW["bad"] = SCENARIO == "output" and step == BAD_STEP
             loss = model(torch.randn(4, 8, generator=generator)).square().mean()
             if SCENARIO == "loss" and step == BAD_STEP:
                 loss = loss * float("nan")

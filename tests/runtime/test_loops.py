@@ -134,6 +134,24 @@ def test_closures_are_measured_where_their_gradients_are_complete(kind: Any, as_
     assert silent(guardian)
 
 
+@pytest.mark.parametrize("clears", [True, False])
+def test_a_closure_without_a_backward_is_a_step_like_any_other(clears: bool) -> None:
+    """As Lightning steps in manual optimisation: with a closure that does nothing."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with guard(model, optimizer) as guardian:
+        for _ in range(6):
+            if clears:
+                optimizer.zero_grad()
+            x, y = batch()
+            F.cross_entropy(model(x), y).backward()
+            norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+            optimizer.step(lambda: None)
+            assert guardian.latest is not None
+            assert guardian.latest.grad_norm == pytest.approx(float(norm))
+    assert [found.code for found in guardian.findings] == ([] if clears else ["GG209"])
+
+
 def test_a_closure_that_raises_leaves_the_next_step_right() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

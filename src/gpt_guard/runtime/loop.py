@@ -197,16 +197,26 @@ class Loop:
         watch.step, watch.closure = self._progress.steps[index], closure
         watch.versions.step_begins((index, watch.step))
         if not closure:
-            self._clearings.step_begins(index)
-            if self._scaler_use.seen:
-                self._scaler_use.put(watch.ledger, index, self._gradients.now())
-            self._judge_before(index)
+            self._gradients_stand(index)
+
+    def _gradients_stand(self, index: int) -> None:
+        """All that was to come before this step has come."""
+        self._clearings.step_begins(index)
+        if self._scaler_use.seen:
+            self._scaler_use.put(self._watch.ledger, index, self._gradients.now())
+        self._judge_before(index)
 
     @_timed
     def closure_ended(self, index: int) -> None:
         """The first evaluation of a closure is where the step starts from."""
-        if self._observed is None:
+        if self._observed is not None:
+            return
+        if self._watch.since_step:
             self._judge_before(index)
+        else:
+            # No backward ran in it, as in the one that Lightning gives in manual optimisation: a step like any other.
+            self._watch.closure = False
+            self._gradients_stand(index)
 
     def _judge_before(self, index: int) -> None:
         self._observed = self._or_no_step(index, partial(self._records.before, index))

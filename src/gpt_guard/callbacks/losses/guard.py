@@ -132,8 +132,10 @@ class LossInputs(Guard):
     def _pair(self, place: CallPlace, known: ClassIds) -> None:
         record, where = self.watch.calls, positions(known)
         laid = grids(known, where, record)
-        for grid in laid:
-            self._submit(place, *padding_counts(grid, record, self.watch.tap.inputs))
+        # The ids of another micro-batch may have the same shape: padding is told if it is, by whichever of them.
+        padded = [list(padding_counts(grid, record, self.watch.tap.inputs)) for grid in laid]
+        if all(padded):
+            self._submit(place, *(padded[-1] if padded else ()))
         pair = pairing(laid)
         if pair is not None:
             self._shifts.append((place, pair, record.causal))

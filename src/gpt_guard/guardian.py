@@ -19,6 +19,7 @@ from gpt_guard.callbacks.finite.microscope import Microscope
 from gpt_guard.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.modes import evaluation_mode
+from gpt_guard.hooks.optimizer import StepsOfAny, innermost
 from gpt_guard.records import Finding, Observation, Report
 from gpt_guard.replaying.recipe import ReplayOutcome
 from gpt_guard.replaying.service import Replayer
@@ -30,7 +31,7 @@ from gpt_guard.runtime.policy import Policy, Rules
 from gpt_guard.runtime.progress import Progress, stamp_of, state_of, take_back
 from gpt_guard.runtime.reporting import header, make_report
 from gpt_guard.runtime.session import Session
-from gpt_guard.runtime.watched import NEVER_ENTERED, Watched, warn_if_trained
+from gpt_guard.runtime.watched import NEVER_ENTERED, Watched, adopted, warn_if_trained
 from gpt_guard.sinks.base import Sink
 from gpt_guard.sinks.console import ConsoleSink
 from gpt_guard.sinks.files import JsonlSink, with_report
@@ -53,7 +54,7 @@ class Guardian(Staged):
 
     Steps are optimizer steps counted from `start_step`; micro-batches are backward calls. Parameters:
 
-    - `optimizer`: the one that steps this model, several of them, or None for evaluation only.
+    - `optimizer`: the one that steps this model, several of them, or None: one that steps it is then adopted at its first step.
     - `guards`: None for the default set, or exactly the guards to use, e.g. `[FiniteGuard(), LRTracker()]`.
     - `scheduler`: one or several learning-rate schedulers, so that LRTracker can tell what they do.
     - `scaler`: only needed for a scaler that is no `torch.amp.GradScaler`; those are noticed by themselves.
@@ -108,6 +109,8 @@ class Guardian(Staged):
         outputs += [] if folder is None else [*with_report(JsonlSink(folder)), box]
         self._dispatch = Dispatch(Policy(policy, strict=strict), outputs, self._progress, again.enrich, box.note)
         self._session: Session | None = None
+        self._adopts = not self._watched.count
+        self._any_step = StepsOfAny(_weakly(self._adopt))
         self._dropped: weakref.finalize[Any, Any] | None = None
         self._not_watched = [NEVER_ENTERED]
         self._unentered = warn_if_trained(self, model)
@@ -127,28 +130,47 @@ class Guardian(Staged):
         self._dispatch.quiet = False
         try:
             self._dispatch.open(header(model, optimizers, self.guards, self.step))
-            self._session = Session(
-                model,
-                optimizers,
-                self.guards,
-                self._dispatch,
-                self._progress,
-                immediate=arguments.reads_at_once(self._reads, model),
-                **self._inspect,
-                scheduler=self._watched.scheduler(),
-                scaler=self._watched.scaler(),
-                run_dir=self._run_dir,
-                replayer=self._replayer,
-            )
-            # One that is dropped while it watches, as in a notebook, takes itself off.
-            rest = self._watched.model, self.guards, self._dispatch, self._progress
-            self._dropped = weakref.finalize(self, _take_off, self._session, *rest)
-            self._dropped.atexit = False
-            self._session.open()
+            if self._adopts:
+                self._any_step.open()
+            self._watch(model, optimizers)
             return self
         except BaseException:
             self._end()
             raise
+
+    def _watch(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
+        """Attach everything to these."""
+        self._session = Session(
+            model,
+            optimizers,
+            self.guards,
+            self._dispatch,
+            self._progress,
+            immediate=arguments.reads_at_once(self._reads, model),
+            **self._inspect,
+            scheduler=self._watched.scheduler(),
+            scaler=self._watched.scaler(),
+            run_dir=self._run_dir,
+            replayer=self._replayer,
+        )
+        # One that is dropped while it watches, as in a notebook, takes itself off.
+        rest = self._watched.model, self.guards, self._dispatch, self._progress
+        self._dropped = weakref.finalize(self, _take_off, self._session, self._any_step, *rest)
+        self._dropped.atexit = False
+        self._session.open()
+
+    def _adopt(self, optimizer: Optimizer) -> None:
+        """Begin to watch an optimizer that is about to step the model, where none was given."""
+        optimizer = innermost(optimizer)
+        if self._session is None or not self._watched.adopt(optimizer):
+            return
+        self._session.close()
+        if self._dropped is not None:
+            self._dropped.detach()
+        model, optimizers = self._watched.alive()
+        self._progress.adopt(len(optimizers))
+        self._watch(model, optimizers)
+        self._dispatch.submit(adopted(optimizer, self.step))
 
     def stop(self) -> None:
         """Stop watching and detach everything; does nothing if not watching. Raises a finding that halts at the end."""
@@ -168,6 +190,7 @@ class Guardian(Staged):
     def _end(self) -> None:
         """Detach, and close the sinks; a Guardian that was interrupted in here ends it with the next `stop()`."""
         try:
+            self._any_step.close()
             if self._session is not None:
                 self._session.close()
             if self._dropped is not None:
@@ -273,8 +296,20 @@ class Guardian(Staged):
             self._session.watch.inspection.restart()
 
 
+def _weakly(method: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:
+    """A method that does not keep its Guardian alive."""
+    known = weakref.WeakMethod(method)
+
+    def call(optimizer: Optimizer) -> None:
+        if (alive := known()) is not None:
+            alive(optimizer)
+
+    return call
+
+
 def _take_off(
     session: Session,
+    any_step: StepsOfAny,
     model: Callable[[], nn.Module | None],
     guards: Sequence[Guard],
     dispatch: Dispatch,
@@ -282,6 +317,7 @@ def _take_off(
 ) -> None:
     """Detach what a Guardian that is gone has left, and close its sinks with the report of its run."""
     dispatch.quiet = True
+    any_step.close()
     unseen: list[str] = []
     session.leave(unseen)
     dispatch.close(make_report(model(), guards, dispatch, progress, unseen))

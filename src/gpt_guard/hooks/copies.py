@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gpt_guard.hooks.patches import Patch
 
@@ -124,6 +125,10 @@ class HookSet:
     def after_step(self, optimizer: Any, hook: Uncopied) -> None:
         """Have `hook(optimizer, args, kwargs)` called after the optimizer's step."""
         self._add((optimizer._optimizer_step_post_hooks,), hook, optimizer.register_step_post_hook)
+
+    def before_any_step(self, table: _Held, hook: Uncopied) -> None:
+        """Have `hook(optimizer, args, kwargs)` called before each step of any optimizer of the process."""
+        self._add((table,), hook, register_optimizer_step_pre_hook)
 
     def before_state_dict(self, module: nn.Module, hook: Uncopied) -> None:
         """Have `hook(module, prefix, keep_vars)` called before the module's state is given out."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from torch import nn
 
 from gpt_guard.hooks.functions.function_calls import FunctionCalls
 from gpt_guard.hooks.isolation.preserve import preserved
@@ -50,6 +53,7 @@ class Inspection:
         self._end: list[Listener] = []
         # Replaced by a caller that switches off a guard which fails.
         self.run: Callable[..., None] = _call
+        _INSPECTIONS.add(self)
 
     def on_begin(self, listener: Listener) -> None:
         """Call `listener` whenever a stretch of inspected steps begins, the first one included."""
@@ -160,15 +164,24 @@ class Inspection:
         Buffers, gradients, modes, plain attributes of modules and random generators are as before afterwards; a probe
         must not write to the parameters. Its time is counted, its name listed in the report.
         """
-        start, paused, muted = time.perf_counter(), self._tap.paused, self.functions.muted
+        start = time.perf_counter()
         self.probes[name] = self.probes.get(name, 0) + 1
-        self._tap.paused = self.functions.muted = True
+        # Another Guardian on the same model must not take the forwards of a probe for the loop's.
+        seeing = [each for each in _INSPECTIONS if each._sees(self._tap.model)]
+        before = [(each, each._tap.paused, each.functions.muted) for each in seeing]
         try:
+            for each in seeing:
+                each._tap.paused = each.functions.muted = True
             with preserved(self._tap.model, weights=False):
                 yield
         finally:
-            self._tap.paused, self.functions.muted = paused, muted
+            for each, paused, muted in before:
+                each._tap.paused, each.functions.muted = paused, muted
             self.spent += time.perf_counter() - start
+
+    def _sees(self, model: nn.Module) -> bool:
+        """Whether a call of this model runs modules that are watched here."""
+        return id(model) in self._tap.index or any(id(each) in self._tap.index for each in model.children())
 
     def facts(self) -> dict[str, Any]:
         """What it has cost, by the field names of Report."""
@@ -191,6 +204,10 @@ class Inspection:
         taken = time.perf_counter() - start
         self.spent += taken
         self.listened += taken
+
+
+# All that exist, so that the probe of one is unseen by the others.
+_INSPECTIONS: weakref.WeakSet[Inspection] = weakref.WeakSet()
 
 
 def _nothing() -> None:

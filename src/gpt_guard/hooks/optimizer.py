@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from types import CodeType, FrameType
 from typing import Any, Protocol
 
@@ -151,7 +153,21 @@ def innermost(optimizer: Any) -> Any:
             break
         if isinstance(inner, Optimizer):
             optimizer = inner
-    return optimizer
+    return optimizer if _takes_hooks(optimizer) else _sharing_groups(optimizer) or optimizer
+
+
+def _takes_hooks(optimizer: Any) -> bool:
+    """Whether torch can put hooks on a step: some wrappers have tables that are plain dictionaries, or none."""
+    return not isinstance(optimizer, Optimizer) or all(
+        isinstance(getattr(optimizer, name, None), OrderedDict)
+        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    )
+
+
+def _sharing_groups(optimizer: Optimizer) -> Optimizer | None:
+    """The optimizer that a wrapper holds, by whatever name, and whose groups it gives out as its own."""
+    held = (each for each in vars(optimizer).values() if isinstance(each, Optimizer) and _takes_hooks(each))
+    return next((each for each in held if each.param_groups is optimizer.param_groups), None)
 
 
 def _plain(optimizer: Any) -> Optimizer:
@@ -166,6 +182,11 @@ def _plain(optimizer: Any) -> Optimizer:
             f"optimizer is a {type(optimizer).__name__}, which is not a torch.optim.Optimizer and holds none in "
             f"`.optimizer`. Give the optimizer whose step() changes this model's parameters, a list of them, or None "
             f"for evaluation only."
+        )
+    if not _takes_hooks(inner):
+        raise GuardUsageError(
+            f"optimizer is a {type(inner).__name__} that torch can put no hooks on (its tables for them are not "
+            f"OrderedDicts), and it holds no other optimizer with the same groups. Give the one whose step() it calls."
         )
     return inner
 
@@ -191,6 +212,52 @@ class StepHooks:
     def close(self) -> None:
         """Take the hooks away; may run twice."""
         self._hooks.close()
+
+
+class StepsOfAny:
+    """Tells of each step of any optimizer of the process, before it changes anything.
+
+    torch goes through its hooks for all optimizers first, and then through an optimizer's own: what is put on it in
+    between is called in the same step. All listeners share one hook, so that one may leave while it is called.
+    """
+
+    def __init__(self, tell: Callable[[Optimizer], None]) -> None:
+        self.tell = tell
+
+    def open(self) -> None:
+        """Begin to tell; without a word where this torch has no table for such hooks."""
+        _LISTENING.append(self)
+        table = getattr(import_module("torch.optim.optimizer"), "_global_optimizer_pre_hooks", None)
+        if isinstance(table, OrderedDict) and not any(isinstance(each, _AnyBegins) for each in table.values()):
+            _ANY_STEP.before_any_step(table, _AnyBegins())
+
+    def close(self) -> None:
+        """Stop telling; may run twice."""
+        if self in _LISTENING:
+            _LISTENING.remove(self)
+        if not _LISTENING:
+            _ANY_STEP.close()
+
+
+_LISTENING: list[StepsOfAny] = []
+_ANY_STEP = HookSet()
+
+
+class _AnyBegins(Uncopied):
+    __slots__ = ()
+
+    def __call__(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        # Of no use to a compiler, which would break its graph here or compile all that follows.
+        if is_dynamo_compiling():
+            return
+        if looking() is not None:
+            away(self, optimizer, _args, _kwargs)
+            return
+        for listener in tuple(_LISTENING):
+            listener.tell(optimizer)
+
+
+left_alone(_AnyBegins.__call__)
 
 
 def _evaluated(closure: Callable[[], Any], listener: StepListener, index: int) -> Any:

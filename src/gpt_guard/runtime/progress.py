@@ -44,6 +44,10 @@ class Progress:
         self._norms: deque[float] = deque(maxlen=_SERIES)
         self._norm_max: float | None = None
 
+    def adopt(self, optimizers: int) -> None:
+        """There are so many optimizers by now; a new one is about to make the step that the others have just made."""
+        self.steps += [max(self.start_step, self.step - 1)] * (optimizers - len(self.steps))
+
     @property
     def step(self) -> int:
         """Optimizer steps made, counted from `start_step`."""

@@ -10,9 +10,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from gpt_guard.catalogue import finding
 from gpt_guard.errors import GuardUsageError
+from gpt_guard.hooks.frames import user_line
 from gpt_guard.hooks.scaler import checked_scaler
 from gpt_guard.hooks.tensors import version_of
+from gpt_guard.records import Finding, Moment
 from gpt_guard.runtime import arguments
 
 _LOGGER = logging.getLogger("gpt_guard")
@@ -48,6 +51,16 @@ class Watched:
             )
         return model, [each for each in optimizers if each is not None]
 
+    def adopt(self, optimizer: Optimizer) -> bool:
+        """Take in an optimizer that steps parameters of the model which none of the known ones holds."""
+        model, known = self.alive()
+        held = {id(tensor) for each in known for group in each.param_groups for tensor in group["params"]}
+        own = {id(parameter) for parameter in model.parameters()} - held
+        if not any(id(tensor) in own for group in optimizer.param_groups for tensor in group["params"]):
+            return False
+        self._optimizers.append(weakref.ref(optimizer))
+        return True
+
     def parts(self) -> dict[str, Any]:
         """All of it, under the names by which a checkpoint takes it."""
         model, optimizers = self.alive()
@@ -57,6 +70,19 @@ class Watched:
             "scheduler": self.scheduler() or None,
             "scaler": self.scaler(),
         }
+
+
+def adopted(optimizer: Optimizer, step: int) -> Finding:
+    """GG907: it was not given, and is watched from here on."""
+    tensors = sum(len(group["params"]) for group in optimizer.param_groups)
+    return finding(
+        "GG907",
+        f"{type(optimizer).__name__} ({tensors} tensors) steps the model and was not given: it is watched from now on.",
+        step=step,
+        moment=Moment.BEFORE_STEP,
+        where=user_line(),
+        cause_id=f"{type(optimizer).__name__} {step}",
+    )
 
 
 def warn_if_trained(guardian: object, model: nn.Module) -> weakref.finalize[Any, Any]:

@@ -18,8 +18,8 @@ from torch.compiler import is_compiling
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from gpt_guard.hooks.optimizer import StepsOfAny
 from gpt_guard.hooks.patches import Patch
 from gpt_guard.hooks.scaler import UNSCALE
 
@@ -153,7 +153,9 @@ class LoopCalls:
         for patch in (*patches, *_CLIPS, UNSCALE):
             self._undo.callback(patch.remove, self)
             patch.add(self)
-        self._undo.callback(register_optimizer_step_pre_hook(self._other_step).remove)
+        steps = StepsOfAny(self._other_step)
+        self._undo.callback(steps.close)
+        steps.open()
 
     def close(self) -> None:
         """Take them away; may run twice."""
@@ -163,10 +165,8 @@ class LoopCalls:
         """`scaler.unscale_()` tells it so."""
         self.hear("unscaled", optimizer)
 
-    def _other_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        # Of no use to a compiler, which would break its graph here or compile all that follows.
-        if not is_compiling():
-            self.hear("other_step", optimizer)
+    def _other_step(self, optimizer: Optimizer) -> None:
+        self.hear("other_step", optimizer)
 
 
 def _several(scheduler: Any) -> tuple[Any, ...]:

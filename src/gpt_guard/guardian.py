@@ -54,7 +54,7 @@ class Guardian(Staged):
 
     Steps are optimizer steps counted from `start_step`; micro-batches are backward calls. Parameters:
 
-    - `optimizer`: the one that steps this model, several of them, or None: one that steps it is then adopted at its first step.
+    - `optimizer`: the one that steps this model, several of them, or None: one is then adopted at its first step.
     - `guards`: None for the default set, or exactly the guards to use, e.g. `[FiniteGuard(), LRTracker()]`.
     - `scheduler`: one or several learning-rate schedulers, so that LRTracker can tell what they do.
     - `scaler`: only needed for a scaler that is no `torch.amp.GradScaler`; those are noticed by themselves.

@@ -91,8 +91,8 @@ def test_a_scaler_bfloat16_and_a_loss_of_usual_size_are_silent(healthy: Callable
 def test_dead_units_are_no_underflow() -> None:
     model = Text()
     with torch.no_grad():
-        for place in (0, 2):
-            model.layers[place].bias[:24] = -50.0
+        for name in ("layers.0.bias", "layers.2.bias"):
+            model.get_parameter(name)[:24] = -50.0
     assert run(1.0, model=model) == []
 
 

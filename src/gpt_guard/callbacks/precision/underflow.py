@@ -63,8 +63,8 @@ class Underflow:
         path, kind = watch.owner_of(first)
         return finding(
             "GG512",
-            f"{self.half} matrix products came out in float16, and backward() started from a loss that no GradScaler has "
-            f"scaled. {zeros:.0%} of the gradient of `{first}` are exactly zero, and its largest element is "
+            f"{self.half} matrix products came out in float16, and backward() started from a loss that no GradScaler "
+            f"has scaled. {zeros:.0%} of the gradient of `{first}` are exactly zero, and its largest element is "
             f"{number(largest)}: float16 has nothing between 0 and {number(_SMALLEST)}. So it is with {len(lost)} of "
             f"{len(names)} weights.",
             step=seen.step,

@@ -124,8 +124,8 @@ def foreign_scheduler(view: SchedulerView, optimizers: Sequence[Optimizer], seen
 def _followed(view: SchedulerView, seen: Observation) -> str:
     now = last_lr(view.get()) or ()
     return (
-        f"It has come to {learning_rates(now)}; that optimizer was not stepped meanwhile, and the one that is, over the "
-        f"same parameters, still has {learning_rates(seen.lr)}."
+        f"It has come to {learning_rates(now)}; that optimizer was not stepped meanwhile, and the one that is, over "
+        f"the same parameters, still has {learning_rates(seen.lr)}."
     )
 
 

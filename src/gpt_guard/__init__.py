@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gpt_guard.callbacks.losses.terms import LossBalance, loss_balance
     from gpt_guard.callbacks.modes.frozen import FreezeInTrain
     from gpt_guard.callbacks.modes.guard import EvalModeAssert
+    from gpt_guard.callbacks.modes.recomputed import Recomputed
     from gpt_guard.callbacks.precision.autocast import AutocastUse
     from gpt_guard.callbacks.probes.guard import ModelProbe
     from gpt_guard.callbacks.schedule.guard import LRTracker
@@ -117,6 +118,7 @@ _HOME = {
     "PreflightError": "errors",
     "PreflightReport": "checks.runner.report",
     "ProcessError": "errors",
+    "Recomputed": "callbacks.modes.recomputed",
     "ReplicaSync": "callbacks.distributed.replicas",
     "Report": "records",
     "RestoreWatch": "callbacks.checkpointing.restore",
@@ -197,6 +199,7 @@ __all__ = [
     "PreflightError",
     "PreflightReport",
     "ProcessError",
+    "Recomputed",
     "ReplicaSync",
     "Report",
     "RestoreWatch",

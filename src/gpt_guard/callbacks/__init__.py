@@ -14,6 +14,7 @@ from gpt_guard.callbacks.loop_order.guard import LoopOrder
 from gpt_guard.callbacks.losses.guard import LossInputs
 from gpt_guard.callbacks.modes.frozen import FreezeInTrain
 from gpt_guard.callbacks.modes.guard import EvalModeAssert
+from gpt_guard.callbacks.modes.recomputed import Recomputed
 from gpt_guard.callbacks.precision.autocast import AutocastUse
 from gpt_guard.callbacks.probes.guard import ModelProbe
 from gpt_guard.callbacks.schedule.guard import LRTracker
@@ -38,6 +39,7 @@ __all__ = [
     "LossInputs",
     "ModelProbe",
     "ParamDeltaProbe",
+    "Recomputed",
     "ReplicaSync",
     "RestoreWatch",
     "TiedWeights",

@@ -17,6 +17,7 @@ from gpt_guard.callbacks.loop_order.guard import LoopOrder
 from gpt_guard.callbacks.losses.guard import LossInputs
 from gpt_guard.callbacks.modes.frozen import FreezeInTrain
 from gpt_guard.callbacks.modes.guard import EvalModeAssert
+from gpt_guard.callbacks.modes.recomputed import Recomputed
 from gpt_guard.callbacks.precision.autocast import AutocastUse
 from gpt_guard.callbacks.probes.guard import ModelProbe
 from gpt_guard.callbacks.schedule.guard import LRTracker
@@ -43,6 +44,7 @@ def default_guards(tokenizer: Any = None, config: Any = None) -> list[Guard]:
         LoggedUpdate(),
         FreezeInTrain(),
         AutocastUse(),
+        Recomputed(),
         RestoreWatch(),
         CheckpointFingerprint(tokenizer=tokenizer, config=config),
     ]

@@ -44,7 +44,8 @@ class Watch:
     (CPU); otherwise values go through `ledger`. `loss` is what a backward was called on, in `after_backward` only, and
     `backward_line` where, if that line has been left since; `grad_norms` are those of the last that reached the model.
     `evaluating` is True inside of `guardian.evaluating()`, `evaluation` in every forward without gradients. `scaling`
-    is True while a GradScaler's scale is on the gradients, `closure` while a step evaluates a closure. `versions` tells
+    is True while a GradScaler's scale is on the gradients, `closure` while a step evaluates a closure;
+    `underflow` once gradients were seen to vanish in float16. `versions` tells
     who wrote to the parameters. `inspection` tells whether this step is inspected, and of the calls in it; `calls` has
     what they show. `forward_begins` are called at each forward of the model, `forward_ended` when it returns,
     `groups_changed` when the optimizers were found to hold other tensors (`renew`), with the table made anew. `logged`
@@ -84,6 +85,7 @@ class Watch:
         self.evaluating = False
         self.scaling = False
         self.closure = False
+        self.underflow = False
         self.loss: Tensor | None = None
         self.backward_line: SourceLine | None = None
         self.grad_norms: GradNorms | None = None

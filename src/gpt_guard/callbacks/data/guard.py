@@ -40,8 +40,9 @@ class DataWatch(Guard):
 
     In the first steps: the same batch each time (GG605), only its inputs or only its targets the same (GG609), equal
     rows, equal batches from loader workers (GG801), inputs of an unusual form (GG634), and samples of an evaluation
-    that were trained on (GG638). In every step, by shapes alone: a batch dimension that is lost (GG600). Hashes are
-    made on the device and read with the step. After the first `repeats` steps no value is looked at any more.
+    that were trained on (GG638). In every step, by shapes alone: a batch dimension that is lost (GG600). In each epoch
+    of a loader of torch's: whether its order is that of the epoch before (GG628). Hashes are made on the device and
+    read with the step. After the first `repeats` steps no value is looked at any more.
 
     - `overfit`: one batch is repeated on purpose, to see whether the model can learn it by heart.
     - `repeats`: where nothing shows why, the same batch is reported after this many steps. PPO trains up to 15 epochs
@@ -105,6 +106,10 @@ class DataWatch(Guard):
         if self._evaluated:
             self._end_evaluation()
         self._draws.forward_begins()
+        if (use := self._loaders.current) is not None:
+            use.order.trained += 1
+            if (found := use.order.repeated(use.line, use.batches)) is not None:
+                self._submit(found.model_copy(update={"step": watch.step}))
         if self._open and self._log is not None:
             self._log.forward(evaluation=False)
         args, kwargs = watch.tap.inputs or ((), {})

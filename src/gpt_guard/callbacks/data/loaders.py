@@ -7,13 +7,14 @@ import gc
 import random
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset, TensorDataset
 
+from gpt_guard.callbacks.data.order import EpochOrder
 from gpt_guard.hooks.frames import user_line
 from gpt_guard.hooks.patches import Patch
 from gpt_guard.records import SourceLine
@@ -38,10 +39,25 @@ class LoaderUse:
         self.workers = loader.num_workers
         self.batches = _length(loader)
         self.in_order = _in_order(loader)
+        self.order = EpochOrder()
+        self._dataset = _weakly(loader.dataset)
 
     def is_of(self, loader: Loader) -> bool:
         """Whether this is the use of that loader."""
         return self._loader() is loader
+
+    def made_anew(self, loader: Loader) -> bool:
+        """Whether that loader takes the place of this one: the same data, cut into as many batches."""
+        same = (self.batch_size, self.workers) == (loader.batch_size, loader.num_workers)
+        return same and self._dataset is not None and self._dataset() is loader.dataset
+
+
+def _weakly(dataset: Any) -> Callable[[], Any] | None:
+    try:
+        return weakref.ref(dataset)
+    except TypeError:
+        # A list, for example: it cannot be told from another one later.
+        return None
 
 
 def _in_order(loader: Loader) -> bool:
@@ -85,7 +101,10 @@ class LoaderLog:
         use = next((each for each in self.uses if each.is_of(loader)), None)
         if use is None:
             use = LoaderUse(loader, user_line())
+            if self.uses and self.uses[-1].made_anew(loader) and self.uses[-1].line == use.line:
+                use.order = self.uses[-1].order
             self.uses.append(use)
+        use.order.begins(loader)
         use.iterations += 1
         self.current = use
 

@@ -38,7 +38,9 @@ def _outermost(what: str, leaves_out: Callable[[Any], bool]) -> Callable[..., An
     """Tells of the outermost call of a method: a subclass calls that of its base, a chain steps its parts."""
     running = threading.local()
 
-    def around(original: Any, listeners: tuple[LoopCalls, ...], owner: Any, *args: Any, **kwargs: Any) -> Any:
+    def around(
+        original: Any, listeners: tuple[LoopCalls | ScheduleCalls, ...], owner: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         if leaves_out(owner) or getattr(running, "inside", False):
             return original(owner, *args, **kwargs)
         running.inside = True
@@ -167,6 +169,31 @@ class LoopCalls:
 
     def _other_step(self, optimizer: Optimizer) -> None:
         self.hear("other_step", optimizer)
+
+
+class ScheduleCalls:
+    """Tells of `step()` of every torch scheduler while it is open."""
+
+    def __init__(self, scheduled: Callable[[Any], None]) -> None:
+        self._scheduled = scheduled
+        self._undo = ExitStack()
+
+    def open(self) -> None:
+        """Put the patches in place."""
+        self._undo.close()
+        for kind in {LRScheduler, *_subclasses(LRScheduler)}:
+            if "step" in vars(kind):
+                patch = _patch(kind, "step", _around_schedule)
+                self._undo.callback(patch.remove, self)
+                patch.add(self)
+
+    def close(self) -> None:
+        """Take them away; may run twice."""
+        self._undo.close()
+
+    def hear(self, _what: str, scheduler: Any) -> None:
+        """A scheduler is about to move."""
+        self._scheduled(scheduler)
 
 
 def _several(scheduler: Any) -> tuple[Any, ...]:

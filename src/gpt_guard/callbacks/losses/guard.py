@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,6 +24,7 @@ from gpt_guard.callbacks.losses.targets import (
     padding_counts,
 )
 from gpt_guard.callbacks.losses.terms import LossTerm, NamedLoss, drowned, may_be_walked, terms_of, weigh
+from gpt_guard.callbacks.losses.unused import UnusedLosses
 from gpt_guard.callbacks.settings import check_types
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.autograd_graph.nodes import sequence_of
@@ -40,8 +41,9 @@ class LossInputs(Guard):
     Looks at every call of torch's losses, however it is spelt: what kind of scores enter (probabilities into
     cross_entropy, raw scores into nll_loss), which labels count, in which order scores and targets were flattened, by
     how much targets are shifted against the token ids, how the loss was reduced, and which of several added losses
-    decides. Losses written out by hand are seen by their graph only. Whether a shift of 0 or 2 is wrong is asked of
-    the model by two forwards more, and only where there is such a shift.
+    decides; and which numbers with a graph the model computes that no loss contains (GG647). Losses written out by hand
+    are seen by their graph only. Whether a shift of 0 or 2 is wrong is asked of the model by two forwards more, and
+    only where there is such a shift.
 
     - `drowned_above`: how many times larger another loss's gradient on the shared parameters must be, in most of the
       inspected steps, for GG678. A thousand is no choice of weights: GradNorm (Chen et al. 2018) starts from factors
@@ -63,6 +65,7 @@ class LossInputs(Guard):
         self._shared = self._step = 0
         self._blind: set[str] = set()
         self._calls = self._backwards = 0
+        self._unused = UnusedLosses()
         self._clear_step()
 
     def _clear_step(self) -> None:
@@ -80,11 +83,14 @@ class LossInputs(Guard):
         # What an evaluation has shown before is of no loss of these steps.
         inspection.on_begin(watch.calls.clear)
         inspection.on_end(self._ended)
+        watch.forward_ended.append(self._forward_ended)
         inspection.functions.listen(LOSSES, self._loss_begins, before=True)
         inspection.functions.listen(LOSSES, self._loss_computed)
         inspection.functions.listen((*NOTED, "logsumexp"), self._called)
 
     def detach(self) -> None:
+        if self._watch is not None and self._forward_ended in self._watch.forward_ended:
+            self._watch.forward_ended.remove(self._forward_ended)
         super().detach()
         self._clear()
 
@@ -144,13 +150,23 @@ class LossInputs(Guard):
 
     # Moments.
 
+    def _forward_ended(self, output: Any) -> None:
+        watch = self.watch
+        if watch.inspection.active and not watch.evaluation and not watch.inspection.functions.muted:
+            begun = time.perf_counter()
+            self._unused.forward_ended(watch, output)
+            watch.inspection.spent += time.perf_counter() - begun
+
     def before_backward(self, loss: Tensor) -> None:
         """Look at the graph of the loss: how it was reduced, and what it is the sum of."""
         inspection = self.watch.inspection
-        if not inspection.active or loss.numel() != 1 or loss.grad_fn is None:
+        if not inspection.active or loss.grad_fn is None:
+            return
+        begun = time.perf_counter()
+        self._unused.before_backward(loss)
+        if loss.numel() != 1:
             return
         self._backwards += 1
-        begun = time.perf_counter()
         value = float(loss.detach())
         self._divided += [(place, each) for place, each in self._reduced if each.over_all_positions(value)]
         for place, each in self._reduced:
@@ -189,6 +205,8 @@ class LossInputs(Guard):
         """Judge the shifts of this step together: a model may predict several tokens ahead, the next one among them."""
         if not self.watch.inspection.active:
             return
+        self._step = self.watch.step
+        self._unused.step_ends()
         # The number of all targets of an accumulation is the right divisor, and may be that of one batch's positions.
         counted = sum(each.counted for _, each in self._reduced)
         for place, each in self._divided:
@@ -219,6 +237,8 @@ class LossInputs(Guard):
         self._counts.clear()
         self._submit(None, *drowned(self._weighed, self._shared, self._above))
         self._weighed.clear()
+        for found in self._unused.judge(self.watch, self._step):
+            self.watch.submit(found.model_copy(update={"guard": self.name}))
         self._clear_step()
         self.watch.calls.clear()
 

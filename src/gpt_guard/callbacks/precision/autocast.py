@@ -1,4 +1,4 @@
-"""AutocastUse: mixed precision that was asked for and does not reach the model."""
+"""AutocastUse: mixed precision that does not reach the model, or in which its gradients vanish."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gpt_guard.callbacks.base import Guard
+from gpt_guard.callbacks.precision.underflow import Underflow
 from gpt_guard.callbacks.settings import check_types
 from gpt_guard.catalogue import finding
 from gpt_guard.errors import GuardUsageError
@@ -29,6 +30,9 @@ class AutocastUse(Guard):
     out on purpose by `autocast(enabled=False)` is not reported: there autocast is off. `least` is the number of such
     products that a module must make before it counts.
 
+    Where products are in float16 and no GradScaler is in use, the share of gradient elements that are exactly zero is
+    read with the step (GG512).
+
     Raises GuardUsageError for `least` below 1.
     """
 
@@ -40,6 +44,7 @@ class AutocastUse(Guard):
             raise GuardUsageError(f"least is {least}; it counts matrix products and must be at least 1")
         self._least = least
         self._reported: set[str] = set()
+        self._underflow = Underflow()
         self._clear()
 
     def _clear(self) -> None:
@@ -48,6 +53,7 @@ class AutocastUse(Guard):
         self._without = 0
         self._loss: SourceLine | None = None
         self._elsewhere: str | None = None
+        self._underflow.half = 0
 
     def attach(self, watch: Watch) -> None:
         super().attach(watch)
@@ -65,6 +71,7 @@ class AutocastUse(Guard):
         if not isinstance(out, Tensor) or call.module is None or self.watch.evaluation or not out.is_floating_point():
             return
         device = out.device.type
+        self._underflow.half += out.dtype is torch.float16
         if not torch.is_autocast_enabled(device):
             self._without += 1
             others = (
@@ -82,8 +89,15 @@ class AutocastUse(Guard):
         if isinstance(out, Tensor) and not self.watch.evaluation and torch.is_autocast_enabled(out.device.type):
             self._loss = self._loss or call.line
 
+    def after_backward(self) -> None:
+        if "GG512" not in self._reported:
+            self._underflow.measure(self.watch)
+
     def judge(self, seen: Observation) -> Iterable[Finding]:
         """Report once a step has shown it."""
+        if "GG512" not in self._reported and (found := self._underflow.judge(self.watch, seen)) is not None:
+            self._reported.add("GG512")
+            yield found
         if not self._full and not self._without:
             return
         float32 = sum(count for count, _ in self._full.values()) + self._without

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from gpt_guard.callbacks.gradients.level import Standing
 from gpt_guard.callbacks.schedule.rates import LRTrack
-from gpt_guard.callbacks.schedule.schedulers import SchedulerView
+from gpt_guard.callbacks.schedule.schedulers import SchedulerView, last_lr
 from gpt_guard.catalogue import finding
 from gpt_guard.records import Finding, Moment, Observation, Severity
 from gpt_guard.records.render import learning_rate, learning_rates, number
@@ -106,17 +106,26 @@ def overwritten(view: SchedulerView, track: LRTrack, own: tuple[float, ...] | No
     )
 
 
-def foreign_scheduler(view: SchedulerView, optimizers: Sequence[Optimizer]) -> Finding:
-    """GG404: it sets the lr of an optimizer that is not among the watched ones."""
+def foreign_scheduler(view: SchedulerView, optimizers: Sequence[Optimizer], seen: Observation | None = None) -> Finding:
+    """GG404: it sets the lr of an optimizer that is not among the watched ones; `seen` where that was followed."""
     kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
     groups = len(view.driven.param_groups) if isinstance(view.driven, Optimizer) else "unknown"
     return finding(
         "GG404",
         f"{view.name} drives another {type(view.driven).__name__} ({groups} parameter groups) than the one that "
-        f"this loop steps ({kinds}).",
+        f"this loop steps ({kinds})." + ("" if seen is None else f" {_followed(view, seen)}"),
+        step=None if seen is None else seen.step,
         moment=Moment.BEFORE_STEP,
         cause_id=view.name,
         evidence={"scheduler": view.name, "drives": type(view.driven).__name__, "watched": kinds},
+    )
+
+
+def _followed(view: SchedulerView, seen: Observation) -> str:
+    now = last_lr(view.get()) or ()
+    return (
+        f"It has come to {learning_rates(now)}; that optimizer was not stepped meanwhile, and the one that is, over "
+        f"the same parameters, still has {learning_rates(seen.lr)}."
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.gradients.level import RobustHistory
 from gpt_guard.callbacks.schedule import findings
+from gpt_guard.callbacks.schedule.foreign import ForeignSchedulers
 from gpt_guard.callbacks.schedule.rates import Expected, ExpectedLR, LRTrack, same_rates
 from gpt_guard.callbacks.schedule.schedulers import (
     SchedulerView,
@@ -86,6 +87,7 @@ class LRTracker(Guard):
         self._optimizers: list[weakref.ref[Any]] | None = None
         self._views: list[SchedulerView] = []
         self._looked = False
+        self._foreign: ForeignSchedulers | None = None
 
     def _new_track(self) -> LRTrack:
         return LRTrack(RobustHistory(window=self._window, least=self._least, sigmas=self._sigmas))
@@ -100,8 +102,12 @@ class LRTracker(Guard):
             track.begin()
         self._views = views(watch.scheduler, watch.optimizers)
         self._looked = False
+        self._foreign = ForeignSchedulers(watch)
 
     def detach(self) -> None:
+        if self._foreign is not None:
+            self._foreign.close()
+            self._foreign = None
         self._views = []
         super().detach()
 
@@ -119,6 +125,9 @@ class LRTracker(Guard):
     def _judge(self, track: LRTrack, seen: Observation) -> Iterator[Finding]:
         if not self._looked:
             yield from self._look_for_schedulers()
+        for view in () if self._foreign is None else self._foreign.judge(seen.optimizer):
+            if all(known.get() is not view.get() for known in self._views):
+                yield findings.foreign_scheduler(view, self.watch.optimizers, seen)
         yield from self._judge_values(track, seen)
         yield from self._judge_schedulers(track, seen)
         expected = None

@@ -243,7 +243,7 @@ def zero_gradient(facts: Facts, names: list[str], patience: int) -> Finding:
         f"The gradient of {len(names)} trainable parameter{'s' if many else ''} has been exactly zero in every step so "
         f"far, at least {patience} in a row, while others have one: {listed(names)}.",
         names,
-        ["cancelled" if lone else "multiplied_by_zero"],
+        ["underflow" if facts.watch.underflow else "cancelled" if lone else "multiplied_by_zero"],
         severity=Severity.INFO if lone else Severity.WARNING,
     )
 

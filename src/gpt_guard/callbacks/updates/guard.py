@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.settings import check_types
+from gpt_guard.callbacks.updates.constant_loss import ConstantLoss
 from gpt_guard.callbacks.updates.findings import listed
 from gpt_guard.callbacks.updates.hidden_tensors import unknown_to_model
 from gpt_guard.callbacks.updates.measured_step import UpdateSampler
@@ -76,6 +77,7 @@ class ParamDeltaProbe(Guard):
         self._movement = Movement(self._reported, _positive("patience", patience), lost_share, bounds)
         self._decay = DecayWatch(self._reported)
         self._restored = RestoredWeights(self._reported)
+        self._constant = ConstantLoss(self._reported)
         self._states = OptimizerStates(self._reported)
         self._newest: tuple[list[str], StepFigures] | None = None
         self._waiting: list[Finding] = []
@@ -97,10 +99,12 @@ class ParamDeltaProbe(Guard):
         self._sampler = self._ownership = None
         self._waiting = []
         self._restored.close()
+        self._constant.close()
         self._states.close()
         super().detach()
 
     def before_backward(self, loss: Tensor) -> None:
+        self._constant.before_backward(self.watch)
         if self._ownership is not None:
             for found in self._ownership.before_backward(loss):
                 self.watch.submit(found.model_copy(update={"guard": self.name}))
@@ -115,6 +119,7 @@ class ParamDeltaProbe(Guard):
         if self._sampler is not None:
             self._sampler.after(optimizer)
             self._restored.after(self.watch)
+        self._constant.after_step(self.watch)
         if self._ownership is not None:
             self._waiting += self._ownership.after_step(optimizer)
 
@@ -134,6 +139,8 @@ class ParamDeltaProbe(Guard):
         measured, figures = step
         self._newest = measured.sampled.names, figures
         yield from self._restored.judge(self.watch, seen, figures, measured.sampled.names)
+        if (constant := self._constant.judge(seen, figures)) is not None:
+            yield constant
         self._states.judge(self.watch, seen, measured.sampled, figures)
         yield from self._movement.judge(self.watch, sampler, seen, measured, figures)
 

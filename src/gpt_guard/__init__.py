@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from gpt_guard.callbacks.data.guard import DataWatch
     from gpt_guard.callbacks.distributed.replicas import ReplicaSync
     from gpt_guard.callbacks.finite.guard import FiniteGuard
+    from gpt_guard.callbacks.first_look.guard import FirstLook
     from gpt_guard.callbacks.gradients.guard import GradNormMonitor
     from gpt_guard.callbacks.logged.guards import LoggedLoss, LoggedUpdate
     from gpt_guard.callbacks.loop_order.guard import LoopOrder
@@ -93,6 +94,7 @@ _HOME = {
     "Fingerprint": "checkpoint.fingerprint",
     "FingerprintMismatch": "errors",
     "FiniteGuard": "callbacks.finite.guard",
+    "FirstLook": "callbacks.first_look.guard",
     "FreezeInTrain": "callbacks.modes.frozen",
     "GradNormMonitor": "callbacks.gradients.guard",
     "GradientError": "errors",
@@ -174,6 +176,7 @@ __all__ = [
     "Fingerprint",
     "FingerprintMismatch",
     "FiniteGuard",
+    "FirstLook",
     "FreezeInTrain",
     "GradNormMonitor",
     "GradientError",

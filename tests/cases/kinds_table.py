@@ -19,6 +19,7 @@ from . import (
     kinds_order,
     kinds_outside,
     kinds_schedule,
+    kinds_settings,
     kinds_wiring,
 )
 from .kinds import INSTANCES, Instance, complaints
@@ -31,6 +32,7 @@ FILES = (
     kinds_order,
     kinds_outside,
     kinds_schedule,
+    kinds_settings,
     kinds_wiring,
 )
 HEAD = ("| kind | caught | named | in time | twins silent | found as |", "|---|---|---|---|---|---|")
@@ -96,6 +98,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         kinds_schedule.JUMP,
     ),
     "Mixed precision": (kinds_schedule.SKIPS, kinds_schedule.FILTERED),
+    "Settings": (kinds_settings.OPTIMIZER, kinds_settings.MODULE),
     "Returns": (kinds_outside.RETURNS,),
     "Coverage": (kinds_outside.UNHOOKED, kinds_outside.UNCALLED, kinds_outside.UNSTEPPED),
 }

@@ -8,6 +8,7 @@ from gpt_guard.callbacks.checkpointing.restore import RestoreWatch
 from gpt_guard.callbacks.data.guard import DataWatch
 from gpt_guard.callbacks.distributed.replicas import ReplicaSync
 from gpt_guard.callbacks.finite.guard import FiniteGuard
+from gpt_guard.callbacks.first_look.guard import FirstLook
 from gpt_guard.callbacks.gradients.guard import GradNormMonitor
 from gpt_guard.callbacks.logged.guards import LoggedLoss, LoggedUpdate
 from gpt_guard.callbacks.loop_order.guard import LoopOrder
@@ -28,6 +29,7 @@ __all__ = [
     "DataWatch",
     "EvalModeAssert",
     "FiniteGuard",
+    "FirstLook",
     "FreezeInTrain",
     "GradNormMonitor",
     "Guard",

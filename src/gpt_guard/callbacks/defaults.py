@@ -11,6 +11,7 @@ from gpt_guard.callbacks.checkpointing.fingerprint import CheckpointFingerprint
 from gpt_guard.callbacks.checkpointing.restore import RestoreWatch
 from gpt_guard.callbacks.data.guard import DataWatch
 from gpt_guard.callbacks.finite.guard import FiniteGuard
+from gpt_guard.callbacks.first_look.guard import FirstLook
 from gpt_guard.callbacks.gradients.guard import GradNormMonitor
 from gpt_guard.callbacks.logged.guards import LoggedLoss, LoggedUpdate
 from gpt_guard.callbacks.loop_order.guard import LoopOrder
@@ -29,6 +30,7 @@ def default_guards(tokenizer: Any = None, config: Any = None) -> list[Guard]:
     """A new default set; FiniteGuard first, so that what it stops is judged by no other guard."""
     return [
         FiniteGuard(),
+        FirstLook(),
         LoopOrder(),
         LossInputs(),
         GradNormMonitor(),

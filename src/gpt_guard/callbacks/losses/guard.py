@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.call_issue import CallIssue
+from gpt_guard.callbacks.losses.accumulation import MeanLoss, MicroBatch, judge_micro_batches, mean_loss, micro_batch
 from gpt_guard.callbacks.losses.calls import LOSSES, ClassIds, class_ids, readable
 from gpt_guard.callbacks.losses.pairing import Pairing, grids, is_causal, other_order, pairing, positions, shifted
 from gpt_guard.callbacks.losses.reduction import ReducedLoss, first_loss, over_all_positions, plain_sum, reduced
@@ -40,10 +41,10 @@ class LossInputs(Guard):
 
     Looks at every call of torch's losses, however it is spelt: what kind of scores enter (probabilities into
     cross_entropy, raw scores into nll_loss), which labels count, in which order scores and targets were flattened, by
-    how much targets are shifted against the token ids, how the loss was reduced, and which of several added losses
-    decides; and which numbers with a graph the model computes that no loss contains (GG647). Losses written out by hand
-    are seen by their graph only. Whether a shift of 0 or 2 is wrong is asked of the model by two forwards more, and
-    only where there is such a shift.
+    how much targets are shifted against the token ids, how the loss was reduced, what each micro-batch of a step counts
+    for, which of several added losses decides, and which numbers with a graph the model computes that no loss contains
+    (GG647). Losses written out by hand are seen by their graph only. Whether a shift of 0 or 2 is wrong is asked of the
+    model by two forwards more, and only where there is such a shift.
 
     - `drowned_above`: how many times larger another loss's gradient on the shared parameters must be, in most of the
       inspected steps, for GG678. A thousand is no choice of weights: GradNorm (Chen et al. 2018) starts from factors
@@ -74,6 +75,8 @@ class LossInputs(Guard):
         self._divided: list[tuple[CallPlace, ReducedLoss]] = []
         self._shifts: list[tuple[CallPlace, Pairing, bool]] = []
         self._losses: dict[int, NamedLoss] = {}
+        self._means: list[MeanLoss] = []
+        self._micro_batches: list[MicroBatch | None] = []
 
     def attach(self, watch: Watch) -> None:
         """Ask for the calls of the inspected steps."""
@@ -132,6 +135,8 @@ class LossInputs(Guard):
         self._pair(place, known)
         if (found := reduced(call, known)) is not None:
             self._reduced.append((place, found))
+        if (mean := mean_loss(call, known, place)) is not None:
+            self._means.append(mean)
         if self.watch.step == 0:
             self._submit(place, *first_loss(call, known, self.watch.model))
 
@@ -168,6 +173,8 @@ class LossInputs(Guard):
             return
         self._backwards += 1
         value = float(loss.detach())
+        self._micro_batches.append(None if self.watch.closure else micro_batch(self._means, value))
+        self._means.clear()
         self._divided += [(place, each) for place, each in self._reduced if each.over_all_positions(value)]
         for place, each in self._reduced:
             self._submit(place, *plain_sum(each, value))
@@ -212,6 +219,8 @@ class LossInputs(Guard):
         for place, each in self._divided:
             if each.positions != counted:
                 self._submit(place, over_all_positions(each))
+        for place, issue in judge_micro_batches(self._micro_batches):
+            self._submit(place, issue)
         shifts = self._shifts
         if shifts and not any(pair.shift == 1 for _, pair, _ in shifts):
             place, pair, masked = shifts[0]

@@ -20,6 +20,10 @@ _FEW = 64
 # Adam at lr 1e-2 on weights of std 0.02 takes such steps and learns; the loss tells it from lr 0.1, which climbs.
 _SUSPECT = 0.25
 _RISEN = 1.1
+# nanoGPT at 100 times its learning rate: ratios of 0.5 to 0.7, and a loss that stays where it is.
+_STANDING = 0.4
+_STANDING_STEPS = 20
+_FALLS = 0.95
 _CLIPPED_HARD = 100.0
 # Decay multiplies a weight by 1 - lr * weight_decay in each step (I. Loshchilov and F. Hutter, "Decoupled weight decay
 # regularization", 2019). At a tenth half of it is gone after 7 steps; usual values are 1e-3 and below.
@@ -39,9 +43,9 @@ class RatioWatch:
     """Two bounds on the ratio over all matrices of one optimizer; each is reported once.
 
     Too high is the geometric mean of three steps: one large step is common, three in a row replace the weights. A
-    quarter of that bound is enough where the loss has risen by a tenth over the first one as well. Too low is a median
-    over `window` steps at the peak of the learning rate, and only if no step was ever much above it: a run that has
-    converged also takes tiny steps.
+    quarter of that bound is enough where the loss has risen by a tenth over the first one as well, and less than half
+    of it over 20 steps in which the loss stands still. Too low is a median over `window` steps at the peak of the
+    learning rate, and only if no step was ever much above it: a run that has converged also takes tiny steps.
     """
 
     def __init__(self, bounds: RatioBounds) -> None:
@@ -51,6 +55,7 @@ class RatioWatch:
         self._lr_peak = 0.0
         self._largest = 0.0
         self._first_loss: float | None = None
+        self._losses: deque[float] = deque(maxlen=_STANDING_STEPS)
         self.reported: set[str] = set()
 
     def judge(self, seen: Observation, weights: int, explained: Callable[[], bool]) -> Iterable[Finding]:
@@ -61,6 +66,8 @@ class RatioWatch:
         lr = max(seen.lr)
         if self._first_loss is None:
             self._first_loss = seen.loss
+        if seen.loss is not None:
+            self._losses.append(seen.loss)
         self._window.append(ratio)
         self._lr.append(lr)
         if lr > self._lr_peak:
@@ -80,7 +87,9 @@ class RatioWatch:
         mean = math.prod(recent) ** (1 / _RECENT)
         risen = seen.loss is not None and self._first_loss is not None and seen.loss > _RISEN * self._first_loss > 0.0
         over = mean > self._high
-        if over or (risen and mean > self._high * _SUSPECT):
+        if not over and not risen:
+            yield from self._judge_standing(seen)
+        elif over or (risen and mean > self._high * _SUSPECT):
             self.reported.add("GG308")
             bound = self._high if over else self._high * _SUSPECT
             loss = f"the loss rose from {self._first_loss:.4g} to {seen.loss:.4g}"
@@ -91,6 +100,27 @@ class RatioWatch:
                 f"times their own norm (geometric mean {mean:.3g}, {judged}) at lr {learning_rates(seen.lr)}"
                 + (f", and {loss}." if risen else "."),
                 **({} if over else {"title": "Steps change a large part of the weights while the loss rises"}),
+                step=seen.step,
+                moment=seen.moment,
+                evidence={"ratio": mean, "bound": bound, "lr": list(seen.lr), "loss": seen.loss},
+            )
+
+    def _judge_standing(self, seen: Observation) -> Iterator[Finding]:
+        """GG308 for steps that are a large part of the weights as long as the loss does not fall."""
+        ratios, losses = list(self._window)[-_STANDING_STEPS:], list(self._losses)
+        if len(ratios) < _STANDING_STEPS or len(losses) < _STANDING_STEPS or not min(ratios) > 0.0:
+            return
+        mean, bound = math.prod(ratios) ** (1 / len(ratios)), self._high * _STANDING
+        half = _STANDING_STEPS // 2
+        before, after = statistics.median(losses[:half]), statistics.median(losses[half:])
+        if mean > bound and after > _FALLS * before > 0.0:
+            self.reported.add("GG308")
+            yield finding(
+                "GG308",
+                f"The last {len(ratios)} steps changed the weight matrices by {mean:.3g} times their own norm "
+                f"(geometric mean, bound {bound:.3g} where the loss stands still) at lr {learning_rates(seen.lr)}, and "
+                f"the loss went from {number(before)} to {number(after)} (medians of {half} steps).",
+                title="Steps change a large part of the weights while the loss stands still",
                 step=seen.step,
                 moment=seen.moment,
                 evidence={"ratio": mean, "bound": bound, "lr": list(seen.lr), "loss": seen.loss},
@@ -122,6 +152,7 @@ class RatioWatch:
             "lr_peak": self._lr_peak,
             "largest": self._largest,
             "first_loss": self._first_loss,
+            "losses": list(self._losses),
             "said": sorted(self.reported),
         }
 
@@ -131,6 +162,7 @@ class RatioWatch:
         self._lr.extend(state["lr"])
         self._lr_peak, self._largest = float(state["lr_peak"]), float(state["largest"])
         self._first_loss = state["first_loss"]
+        self._losses.extend(state.get("losses", ()))
         self.reported = set(state["said"])
 
 

@@ -10,6 +10,7 @@ import torch
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.modes.frozen import BeganInEval
 from gpt_guard.callbacks.modes.graphs import UnusedGraphs
+from gpt_guard.callbacks.modes.kept_rates import KeptRates
 from gpt_guard.callbacks.modes.no_grad_forwards import NoGradForwards, described_call
 from gpt_guard.callbacks.modes.sensitive import Sensitive, described, sensitive_modules
 from gpt_guard.callbacks.modes.spectral import not_estimated, spectral_weights
@@ -48,6 +49,7 @@ class EvalModeAssert(Guard):
         self._trained_modes: list[bool] | None = None
         self._root_trains = True
         self._no_grad = NoGradForwards()
+        self._rates = KeptRates()
         self._graphs = UnusedGraphs()
         self._began = BeganInEval()
         self._look_at_norms = False
@@ -79,6 +81,8 @@ class EvalModeAssert(Guard):
     def _forward_begins(self) -> None:
         self._no_grad.forward_begins()
         watch = self.watch
+        if watch.evaluation or not watch.model.training:
+            self._rates.forward_begins(watch)
         if not self._sensitive:
             return
         if torch.is_grad_enabled() and not watch.evaluation:
@@ -95,6 +99,7 @@ class EvalModeAssert(Guard):
         watch = self._watch
         if watch is None:
             return
+        self._rates.forward_ended(watch)
         if self._look_at_norms:
             self._look_at_norms = False
             if (found := not_estimated(watch)) is not None:
@@ -124,6 +129,7 @@ class EvalModeAssert(Guard):
         if self._judged % _LOOK_AGAIN == 0:
             self._look()
         self._no_grad.step(self.watch)
+        yield from self._rates.trained(self.watch, seen.step)
         modes, self._trained_modes = self._trained_modes, None
         if modes is None:
             return

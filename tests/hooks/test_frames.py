@@ -81,6 +81,25 @@ def test_a_file_of_a_project_or_an_installed_package(
     assert found.text == "return self.probe(y)  # the line"
 
 
+@pytest.mark.parametrize(
+    ("file", "passed"),
+    [
+        ("lightning/pytorch/core/module.py", True),
+        ("pytorch_lightning/core/module.py", True),
+        ("accelerate/accelerator.py", True),
+        ("transformers/trainer.py", True),
+        ("transformers/models/llama/modeling_llama.py", False),
+        ("project/lightning/module.py", False),
+        ("lightning_models/module.py", False),
+    ],
+)
+def test_a_trainer_is_passed_over_and_a_model_from_a_package_is_not(probe: Probe, file: str, passed: bool) -> None:
+    namespace: dict[str, Any] = {}
+    path = f"/env/lib/python3.11/site-packages/{file}"
+    exec(compile(SOURCE, path, "exec"), namespace)
+    assert line(probe, namespace).file == (__file__ if passed else path)
+
+
 def test_the_standard_library_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, probe: Probe) -> None:
     monkeypatch.setattr(frames, "_STDLIB", str(tmp_path) + "/")
     namespace: dict[str, Any] = {}

@@ -323,6 +323,17 @@ class TrainsInValidation(Automatic):
         self.loss(batch)
 
 
+def test_the_line_that_is_told_is_the_users_not_lightnings(fit: Fit) -> None:
+    def fails(trainer: Any, module: Any) -> None:
+        module.net.head.weight.register_hook(lambda grad: grad * float("nan"))
+
+    with pytest.raises(NonFiniteError) as halted:
+        fit(Manual(), watched(replay=False), Spoils(fails))
+    where = halted.value.finding.where
+    assert where is not None
+    assert (where.file, where.text) == (__file__, "self.manual_backward(self.loss(batch))")
+
+
 @pytest.mark.parametrize(
     ("kind", "code"),
     [(NeverCleared, "GG209"), (Probabilities, "GG652"), (NotAll, "GG302"), (TrainsInValidation, "GG501")],

@@ -26,6 +26,19 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _STDLIB = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 # Where packages are installed below the standard library's own folder; Debian has a name of its own.
 _PACKAGES = ("site-packages", "dist-packages")
+# What owns a loop on the user's behalf: the line that it was given is theirs, not the one in here that calls it.
+_TRAINERS = tuple(
+    os.path.join(packages, *name.split("/"))
+    for packages in _PACKAGES
+    for name in (
+        "accelerate/",
+        "ignite/",
+        "lightning/",
+        "lightning_fabric/",
+        "pytorch_lightning/",
+        "transformers/trainer",
+    )
+)
 # Code without a file that is nobody's line: the import system, and forwards written by torch.fx.
 _NO_FILE = ("<frozen ", "<eval_with_key>")
 _CALL = nn.Module._call_impl.__code__
@@ -36,8 +49,8 @@ _MOST_TENSORS = 6
 def user_line() -> SourceLine | None:
     """The innermost frame outside of torch, the standard library and gpt_guard, or None.
 
-    A frame in a third-party package counts as the user's: a model from there is the model that fails. Walks frames
-    without building a traceback, so it may run on every call of `.train()`.
+    A frame in a third-party package counts as the user's: a model from there is the model that fails; but not one in a
+    trainer. Walks frames without building a traceback, so it may run on every call of `.train()`.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -71,11 +84,13 @@ def line_of(frame: FrameType, number: int | None = None) -> SourceLine:
 
 
 def is_foreign(file: str) -> bool:
-    """Whether a file is torch's, the standard library's or gpt_guard's, and so no line of the user's."""
+    """Whether a file is torch's, the standard library's, a trainer's or gpt_guard's, and so no line of the user's."""
     if file.startswith((_OURS, _TORCH, *_NO_FILE)):
         # The scripts of the casebook stand for the user's.
         return not file.startswith(_CASEBOOK)
-    return file.startswith(_STDLIB) and not any(part in file for part in _PACKAGES)
+    if any(part in file for part in _PACKAGES):
+        return any(trainer in file for trainer in _TRAINERS)
+    return file.startswith(_STDLIB)
 
 
 class Call(NamedTuple):

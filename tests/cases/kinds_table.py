@@ -12,6 +12,7 @@ import torch
 from gpt_guard.records import Finding
 
 from . import (
+    kinds_behind,
     kinds_known,
     kinds_model,
     kinds_modes,
@@ -25,6 +26,7 @@ from . import (
 from .kinds import INSTANCES, Instance, complaints
 
 FILES = (
+    kinds_behind,
     kinds_known,
     kinds_model,
     kinds_modes,
@@ -99,6 +101,13 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Mixed precision": (kinds_schedule.SKIPS, kinds_schedule.FILTERED),
     "Settings": (kinds_settings.OPTIMIZER, kinds_settings.MODULE),
+    "Behind the loop": (
+        kinds_behind.REDRAWN,
+        kinds_behind.ORDER,
+        kinds_behind.VANISHED,
+        kinds_behind.UNUSED,
+        kinds_behind.CONSTANT_LOSS,
+    ),
     "Returns": (kinds_outside.RETURNS,),
     "Coverage": (kinds_outside.UNHOOKED, kinds_outside.UNCALLED, kinds_outside.UNSTEPPED),
 }

@@ -74,8 +74,9 @@ def plain(model: Any, x: Tensor) -> Tensor:
 
 
 def added(model: Any, x: Tensor) -> Tensor:
+    main = plain(model, x)
     balance: Tensor = sum(block.aux_loss for block in model.blocks)
-    return plain(model, x) + 0.01 * balance
+    return main + 0.01 * balance
 
 
 def apart(model: Any, x: Tensor) -> list[Tensor]:

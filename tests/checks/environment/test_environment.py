@@ -9,6 +9,7 @@ from torch import nn
 from gpt_guard.checks.environment import stage as environment
 from gpt_guard.checks.environment.stage import EnvironmentStage
 from gpt_guard.checks.runner.base import Subject
+from gpt_guard.checks.runner.run import check
 from gpt_guard.records import CheckResult
 
 from ..results import by_title
@@ -35,7 +36,15 @@ def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_healthy_environment_passes_without_a_word() -> None:
     subject = Subject(model=nn.Linear(2, 2), sources={"device": "where the model is"})
     results = ask(subject)
-    assert list(results) == ["Python", "torch", "device", "model on the device", "threads", "determinism"]
+    assert list(results) == [
+        "Python",
+        "torch",
+        "device",
+        "model on the device",
+        "threads",
+        "determinism",
+        "settings of torch",
+    ]
     assert all(result.status == "passed" and not result.findings for result in results.values())
     assert str(torch.__version__) == results["torch"].measured
 
@@ -137,3 +146,25 @@ def test_auto_takes_the_best_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.best_device() == torch.device("cpu")
     monkeypatch.setattr(environment, "accelerators", lambda: ["cuda:0 A100", "cuda:1 A100"])
     assert environment.best_device() == torch.device("cuda")
+
+
+def test_gradients_disabled_fail_the_environment_and_crash_no_other_stage() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 12))
+    x = torch.randint(12, (4, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        stages = ["environment", "shapes", "gradients", "optimizer", "checkpoint"]
+        report = check(model, batch=(x[:, :-1], x[:, 1:]), optimizer=optimizer, vocab_size=12, only=stages)
+        assert not torch.is_grad_enabled()
+    assert {(line.stage, line.title) for line in report.failed} == {("environment", "settings of torch")}, report
+
+
+def test_anomaly_mode_and_float64_are_told() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.autograd.set_detect_anomaly(True):
+            report = check(nn.Embedding(4, 4), only=["environment"], device="cpu")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [finding.code for finding in report.findings if finding.code == "GG629"] == ["GG629"] * 2

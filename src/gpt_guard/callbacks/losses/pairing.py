@@ -229,8 +229,14 @@ def hits_of(x: Tensor, y: Tensor, k: int, ignore_index: int) -> tuple[Tensor, Te
 
 
 def _odd_rows(fits: dict[int, tuple[Tensor, Tensor]], best: int) -> tuple[int, ...]:
-    """Rows in which this shift fails and another one holds."""
+    """Rows in which this shift fails: another one holds, or none does while it is perfect in others.
+
+    Inputs with noise on purpose miss about as much in every row.
+    """
     hits, known = fits[best]
+    perfect = (hits >= SURE * known) & (known >= 4)
+    if 4 * int(perfect.sum()) >= hits.numel() and bool((lost := (hits < 0.3 * known) & (known >= 8)).any()):
+        return tuple(lost.nonzero().flatten().tolist())
     fails = (hits < 0.5 * known) & (known >= 4)
     holds = torch.zeros_like(fails)
     for k, (other_hits, other_known) in fits.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import groupby, islice, pairwise
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.batches.form import bad_batch_shape, bad_device, bad_dtype, ignored_index, shape, too_large
+from gpt_guard.checks.batches.origin import judge_places, last_target, places, runs_at_the_ends, same_rows
 from gpt_guard.checks.batches.targets import (
     Batch,
     end_left_out,
@@ -30,6 +32,8 @@ from gpt_guard.records import CheckResult, Finding, Severity
 
 DRAWN = 4
 """Batches that are drawn: enough to see one that comes back, and to meet most kinds of rows."""
+MOST_DRAWN, ENOUGH_ROWS, SECONDS = 16, 64, 2.0
+"""More are drawn where they are small, for their rows' places; no more where drawing them takes longer than this."""
 SHOWN = 24
 MIN_IDS = 16
 """Two batches of fewer ids may be equal by chance where the vocabulary is small."""
@@ -61,14 +65,18 @@ class BatchesStage(Stage):
         ignore, note = ignored_index(subject, x, y)
         yield (ranges := self._range(subject, x, y, ignore, note))
         expected, why = self._expected(subject)
-        yield self._shift(subject, x, y, ignore, expected, why)
-        yield self._decoded(subject, x, y, ignore, expected)
         drawn = self._drawn(subject)
+        yield self._shift(subject, x, y, drawn, ignore, expected, why)
+        yield self._decoded(subject, x, y, ignore, expected)
         yield self._again(drawn)
+        yield from self._origin(subject, drawn, ignore, expected)
         batches = [(x, y), *(batch for batch in drawn if batch[0].dim() == 2 and batch[0].shape == batch[1].shape)]
         yield self._supervised(batches, ignore)
         yield self._end(subject, batches, ignore, expected)
         if ranges.status == "passed":
+            if special_id(subject, "pad") is None:
+                yield self._undeclared_padding(subject, drawn, ignore)
+                return
             yield self._padding(subject, batches, ignore, expected)
 
     def _device(self, subject: Subject, x: Tensor, y: Tensor) -> CheckResult:
@@ -102,7 +110,9 @@ class BatchesStage(Stage):
         beyond = too_large(y, limit, why) if limit else None
         return self.line("range", measured, expected, (outside, note, beyond), **facts)
 
-    def _shift(self, subject: Subject, x: Tensor, y: Tensor, ignore: int, expected: int, why: str) -> CheckResult:
+    def _shift(
+        self, subject: Subject, x: Tensor, y: Tensor, drawn: list[Batch], ignore: int, expected: int, why: str
+    ) -> CheckResult:
         title = "shift"
         if "batch" in subject.sources and subject.batches is None:
             return self.skipped(title, f"the batch is {subject.sources['batch']}; give your own (batch=, batches=)")
@@ -111,6 +121,12 @@ class BatchesStage(Stage):
         if x is y and subject.model is None:
             return self.skipped(title, "x and y are one tensor; whether the model shifts cannot be seen without it")
         found, problem = not_shifted(x, y, expected, ignore, model_known=subject.model is not None)
+        for other in drawn if problem is None else ():  # some batches may be made in another way than the first
+            if other[0].dim() == 2 and other[0].shape == other[1].shape:
+                again, problem = not_shifted(*other, expected, ignore, model_known=subject.model is not None)
+                if problem is not None:
+                    found = again
+                    break
         if found.positions == 0:
             return self.skipped(title, "too few targets count to tell")
         fit = f" ({found.share:.1%} of {found.positions:,} targets)"
@@ -132,7 +148,36 @@ class BatchesStage(Stage):
         return self.line("decoded", f"{_text(subject, before, ignore)} -> {_text(subject, after, ignore)}", expected)
 
     def _drawn(self, subject: Subject) -> list[Batch]:
-        return list(islice(subject.batches(), DRAWN)) if subject.batches is not None else []
+        drawn: list[Batch] = []
+        begin = time.monotonic()
+        for batch in islice(subject.batches(), MOST_DRAWN) if subject.batches is not None else ():
+            drawn.append(batch)
+            rows = sum(x.size(0) for x, _ in drawn if x.dim())
+            if len(drawn) >= DRAWN and (rows >= ENOUGH_ROWS or time.monotonic() - begin > SECONDS):
+                break
+        return drawn
+
+    def _origin(self, subject: Subject, drawn: list[Batch], ignore: int, shift: int) -> Iterator[CheckResult]:
+        """Where the rows lie in the data, and the last target, which the shift within a row cannot show."""
+        titles = ("rows in the data", "last target")
+        same = [batch for batch in drawn if batch[0].dim() == 2 and batch[0].shape == batch[1].shape]
+        if not same or not subject.causal:
+            for title in titles:
+                yield self.skipped(title, "give batches= to draw some" if subject.causal else "causal=False")
+            return
+        found = places(same, subject.data)
+        if found is None:
+            yield self.skipped(titles[0], "no training ids to look them up in, or rows too short to be told apart")
+        else:
+            wrong = list(judge_places(found))
+            measured = f"{found.share('train'):.0%} of {found.rows} rows lie in train"
+            yield self.line(titles[0], measured, "all over the training ids", wrong)
+        if shift != 1:
+            yield self.skipped(titles[1], "it is shifted inside: the last input has no target")
+            return
+        wrong_last = last_target(same, found, subject.data, ignore)
+        measured = "another id" if wrong_last else "the id that follows" if found else "no roll, no constant"
+        yield self.line(titles[1], measured, "the id that follows the row", wrong_last)
 
     def _again(self, drawn: list[Batch]) -> CheckResult:
         title, expected = "another batch each time", "different batches, different rows"
@@ -140,6 +185,9 @@ class BatchesStage(Stage):
             return self.skipped(title, "only one batch there is" if drawn else "give batches= to draw several")
         pairs = [same_batch(one, other) for one, other in pairwise(drawn)]
         repeated = [_one_row(x) for x, _ in drawn]
+        reordered = same_rows(drawn) if not any(pairs) and not all(repeated) else None
+        if reordered is not None:
+            return self.line(title, "the same rows once more", expected, reordered)
         if not any(pairs) and not all(repeated):
             return self.line(title, f"{len(drawn)} different ones", expected)
         if any(pairs):
@@ -173,6 +221,25 @@ class BatchesStage(Stage):
         likely = ["mask_short", "template"] if pad is not None and pad.id != eos.id else ["pad_is_eos", "mask_short"]
         found = finding("GG607", seen, likely=likely, evidence={"eos_id": eos.id, "left_out": left_out})
         return self.line(title, measured, expected, found)
+
+    def _undeclared_padding(self, subject: Subject, drawn: list[Batch], ignore: int) -> CheckResult:
+        """No id is known for padding: rows that end, or begin, in a run of one id that is not so in the text."""
+        title, expected = "padding", "no run of one id that the text does not have"
+        same = [batch for batch in drawn if batch[0].dim() == 2 and batch[0].shape == batch[1].shape]
+        found = places(same, subject.data) if same and subject.causal else None
+        if found is None:
+            return self.skipped(title, "no padding id is known (pad_id=...)")
+        inside = found.starts["train"] >= 0
+        run = None if float(inside.float().mean()) > 0.5 else runs_at_the_ends(same, ignore)
+        if run is None:
+            return self.line(title, "no padding id is known; the rows are as in the text", expected)
+        index, rows, mean = run
+        seen = (
+            f"{rows} of {found.rows} rows end or begin in a run of id {index}, {mean:.1f} targets long on average, "
+            f"which all count, and the training ids do not have such rows"
+        )
+        wrong = finding("GG608", seen, likely=["padded_rows"], evidence={"pad_id": index, "rows": rows})
+        return self.line(title, f"id {index} in {rows} rows", expected, wrong)
 
     def _padding(self, subject: Subject, batches: list[Batch], ignore: int, shift: int) -> CheckResult:
         title, pad, eos = "padding", special_id(subject, "pad"), special_id(subject, "eos")

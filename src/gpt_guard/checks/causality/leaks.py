@@ -132,6 +132,27 @@ class TokenChanges:
                     )
         return worst
 
+    def cut(self) -> LogitChange:
+        """Cut the rows behind several prefixes and compare the logits of the prefix: no token of it has changed."""
+        before = self.logits(self.x)
+        worst = LogitChange(0.0, across_shapes(before), float(before.abs().max()))
+        for prefix in prefixes(self.x.size(1)):
+            alone = self.logits(self.x[:, :prefix])
+            if alone.shape[:2] != (self.x.size(0), prefix):
+                continue
+            apart = difference(before[:, :prefix], alone).amax(-1)
+            if (size := float(apart.max())) > worst.size:
+                row, position = divmod(int(apart.argmax()), prefix)
+                worst = worst._replace(size=size, row=row, position=position, prefix=prefix)
+        return worst
+
+    def turned(self) -> bool:
+        """True where a single token has the logits that it has at the end of a long row of itself, not at its front."""
+        same = self.x[:, :1].expand(-1, self.x.size(1))
+        whole, alone = self.logits(same), self.logits(same[:, :1])
+        front, end = (float(difference(whole[:, at : at + 1], alone[:, :1]).mean()) for at in (0, same.size(1) - 1))
+        return end < front
+
     def rows(self) -> LogitChange:
         """For each row in turn: all other rows get other tokens, and this row's logits must stay."""
         before = self.logits(self.x)

@@ -19,6 +19,7 @@ from gpt_guard.checks.runner.perturb import precise, probe_ids, widened
 from gpt_guard.checks.tokenizer.vocabulary import special_id
 from gpt_guard.hooks.isolation.compare import difference, rounding
 from gpt_guard.hooks.isolation.preserve import preserved, quiet
+from gpt_guard.hooks.modes import set_mode
 from gpt_guard.records import CheckResult, Finding
 from gpt_guard.records.render import number
 
@@ -47,13 +48,19 @@ class CausalityStage(Stage):
     def run(self, subject: Subject) -> Iterator[CheckResult]:
         """One line per question; what cannot be asked says why."""
         if subject.causal:
-            yield from self.causal(subject)
+            yield from (lines := list(self.causal(subject)))
+            asked = bool(lines) and all(line.status == "passed" for line in lines)
         else:
+            asked = False
             yield self.skipped(_SUFFIX, "causal=False: the model may see both sides")
             changes = _changes(subject)
             with precise(changes.model, changes.x):
                 yield self._padding(changes, subject)
-        yield from self.independence(subject)
+        yield from (lines := list(self.independence(subject)))
+        changes = _changes(subject)
+        if asked and all(line.status == "passed" for line in lines):
+            with precise(changes.model, changes.x):
+                yield from self._in_training(changes)
 
     def causal(self, subject: Subject, *, trained: bool = True) -> Iterator[CheckResult]:
         """The lines about the future; with `trained` also after a few training steps."""
@@ -81,6 +88,7 @@ class CausalityStage(Stage):
         yield second
         if "failed" in (first.status, second.status):
             return
+        yield self._cut(changes)
         if trained:
             yield self._trained(changes, subject)
         if batch_norms := [module for module in changes.model.modules() if isinstance(module, _BatchNorm)]:
@@ -128,6 +136,59 @@ class CausalityStage(Stage):
             f"{number(share)} of the largest one."
         )
         return self.line(title, measured, expected, _look_closer(changes, *leak).finding(seen, likely))
+
+    def _cut(self, changes: TokenChanges) -> CheckResult:
+        title = "prefix alone"
+        with quiet(changes.model):
+            other = replace(changes, seed=changes.seed + 1)
+            if float(difference(changes.logits(changes.x), other.logits(changes.x)).max()) > 0:
+                return self.skipped(title, "the logits are random in eval mode: see the stage for validation")
+            try:
+                found = changes.cut()
+            except Exception as error:  # a model of one length only: the stage for shapes says so
+                return self.skipped(title, f"shorter rows are not taken: {type(error).__name__}")
+            turned = found.leaks and changes.turned()
+        lengths = ", ".join(map(str, prefixes(changes.x.size(1))))
+        measured = f"its logits change by {number(found.size)} when the row is cut behind it (lengths {lengths})"
+        expected = f"at most {number(found.allowed)}, rounding"
+        if not found.leaks:
+            return self.line(title, measured, expected)
+        seen = (
+            f"Position {found.position} of row {found.row}: its logits change by {number(found.size)} when the row of "
+            f"{changes.x.size(1)} is cut behind {found.prefix} tokens (the largest logit is {number(found.scale)})."
+        )
+        likely = ["reversed_positions"] if turned else ["length"]
+        return self.line(title, measured, expected, finding("GG648", seen, likely=likely))
+
+    def _in_training(self, changes: TokenChanges) -> Iterator[CheckResult]:
+        """The future and other rows once more in training mode, dropout and BatchNorm aside: they are as they are."""
+        title, model = "in training mode", changes.model
+        with preserved(model), torch.no_grad():
+            set_mode(model, training=True)
+            for module in model.modules():
+                if isinstance(module, (_BatchNorm, nn.modules.dropout._DropoutNd)):
+                    module.training = False
+            one, other = changes.logits(changes.x), changes.logits(changes.x)
+            if one.shape != other.shape or one.dim() != 3 or float(difference(one, other).max()) > rounding(one):
+                yield self.skipped(title, "two calls with the same seed do not agree")
+                return
+            future, rows = changes.suffix(), changes.rows()
+        expected = f"at most {number(future.allowed)}, rounding"
+        measured = f"earlier logits change by {number(future.size)}, those of other rows by {number(rows.size)}"
+        found = []
+        if future.leaks:
+            seen = (
+                f"In training mode position {future.position} of row {future.row} changes by {number(future.size)} "
+                f"when only tokens from {future.prefix} on change; in eval mode it does not."
+            )
+            found.append(finding("GG660", seen, likely=["training_mode"]))
+        if rows.leaks:
+            seen = (
+                f"In training mode the logits of row {rows.row} change by {number(rows.size)} when all other rows "
+                f"change; in eval mode they do not."
+            )
+            found.append(finding("GG661", seen, likely=["training_mode"]))
+        yield self.line(title, measured, expected, found)
 
     def _trained(self, changes: TokenChanges, subject: Subject) -> CheckResult:
         title, model, x = "after 8 training steps", changes.model, changes.x

@@ -36,6 +36,7 @@ class EnvironmentStage(Stage):
         if subject.device.type == "cpu":
             yield self._threads()
         yield self._determinism(subject)
+        yield self._settings()
 
     def _version(self, what: str, text: str, version: tuple[int, ...], oldest: tuple[int, ...]) -> CheckResult:
         expected, found = f"{'.'.join(map(str, oldest))} or newer", None
@@ -98,6 +99,29 @@ class EnvironmentStage(Stage):
         seen = f"torch.use_deterministic_algorithms(True), but CUBLAS_WORKSPACE_CONFIG={cublas}, {measured}"
         found = finding("GG619", seen, likely=broken) if broken else None
         return self.line("determinism", measured, "no contradiction", found, fails=Severity.WARNING)
+
+    def _settings(self) -> CheckResult:
+        """What is set for the whole process and changes every model in it."""
+        title, expected = "settings of torch", "float32 by default, gradients on, anomaly mode off"
+        default, gradients, anomaly = process_settings()
+        name = str(default).removeprefix("torch.")
+        measured = f"{name} by default, gradients {_on(gradients)}, anomaly mode {_on(anomaly)}"
+        found = []
+        if not gradients:
+            seen = "gradients are disabled where the check was called: torch.is_grad_enabled() is False"
+            found.append(finding("GG629", seen, likely=["grad_disabled"], severity=Severity.ERROR, cause_id="grad"))
+        if default in (torch.float64, torch.float16):
+            seen = f"torch.get_default_dtype() is {name}"
+            found.append(finding("GG629", seen, likely=["default_dtype"], cause_id="dtype"))
+        if anomaly:
+            seen = "anomaly mode is on: torch.is_anomaly_enabled() is True"
+            found.append(finding("GG629", seen, likely=["anomaly"], cause_id="anomaly"))
+        return self.line(title, measured, expected, found, fails=Severity.WARNING)
+
+
+def process_settings() -> tuple[torch.dtype, bool, bool]:
+    """The default dtype, whether gradients are enabled, and whether anomaly mode is."""
+    return torch.get_default_dtype(), torch.is_grad_enabled(), torch.is_anomaly_enabled()
 
 
 def accelerators() -> list[str]:

@@ -137,6 +137,8 @@ def _no_graph(found: Search) -> Finding:
     likely = ["no_grad"] if (ran and not alive) or not enabled else ["detached_loss"]
     if found.first.has_graph:
         likely = ["frozen_path", "detached_loss"]
+        if all(leaf.dim() == 0 for leaf in found.first.leaves):  # a number that was made a tensor anew
+            likely.reverse()
     graph = "a graph, but it leads to no trainable parameter" if found.first.has_graph else "no graph (grad_fn is None)"
     under = " All modules ran with gradients disabled." if ran and not alive else ""
     return finding("GG220", f"The loss is {number(found.first.loss)} and has {graph}.{under}", likely=likely)

@@ -21,7 +21,7 @@ from gpt_guard.hooks.isolation.preserve import preserved, seed_all
 
 IGNORED = -100
 """The label that does not count, in the probe: torch's default."""
-_ROWS, _LENGTH, _SETS = 3, 7, 3
+_ROWS, _LENGTH, _SETS, _MOST_SETS = 3, 7, 3, 8
 _FLAT, _LOUD, _SHARP = 0.5, 2.0, 10.0
 """Standard deviations of logits: below the first the forms give nearly the same number; what is aimed at; above the
 last the loss is a single large score and rounding decides."""
@@ -72,8 +72,11 @@ def recognise(probe: Probe, loss: LossOf) -> Form | None:
     for form, values in _exact(probe):
         if probe.fits(values):
             return form
+    twice = probe._replace(logits=probe.logits.softmax(-1))
     for shift in (0, 1):
         plain = probe.each(_shifted(shift))
+        if _smoothing(twice, twice.each(_shifted(shift)), shift) is not None:
+            return Form("softmax_twice", "cross entropy of softmax(logits) with label smoothing", shift)
         for fitted in (_term, _smoothing, _factor):
             if (found := fitted(probe, plain, shift)) is not None:
                 return found
@@ -85,10 +88,17 @@ def _exact(probe: Probe) -> Iterator[tuple[Form, list[float]]]:
         yield Form("plain", words, shift), probe.each(_shifted(shift))
     for shift, words in ((-1, "logits[:, 1:] against targets[:, :-1]"), (2, "logits[:, :-2] against targets[:, 2:]")):
         yield Form("shift", words, shift), probe.each(_shifted(shift))
+    for shift in (0, 1):
+        yield (
+            Form("unnormalised", "the negative score of the target, without log_softmax", shift),
+            probe.each(_of_raw_scores(shift)),
+        )
     yield Form("nll", "the negative log of the probabilities that the model returns"), probe.each(_of_probabilities)
     for shift in (0, 1):
         twice = _shifted(shift)
         yield Form("softmax_twice", "cross entropy of softmax(logits)", shift), probe.each(_with_softmax(twice))
+    for words, square in _SQUARES:
+        yield Form("squared", words), probe.each(square)
     yield Form("probability", "the negative probability, without a logarithm"), probe.each(_without_log)
     for key, words, form in _FLATTENED:
         yield Form(key, words), probe.each(form)
@@ -102,6 +112,29 @@ def _shifted(shift: int) -> Callable[[Tensor, Tensor], Tensor]:
         return cross_entropy(logits, targets[:, max(0, shift) : length - max(0, -shift)])
 
     return form
+
+
+def _of_raw_scores(shift: int) -> Callable[[Tensor, Tensor], Tensor]:
+    def form(logits: Tensor, targets: Tensor) -> Tensor:
+        scores = logits[:, : logits.size(1) - shift]
+        return F.nll_loss(scores.flatten(0, 1), targets[:, shift:].flatten())
+
+    return form
+
+
+def _square(logits: Tensor, targets: Tensor) -> Tensor:
+    counted = targets != IGNORED
+    wanted = F.one_hot(targets[counted].long(), logits.size(-1)).to(logits.dtype)
+    return (logits[counted].softmax(-1) - wanted).square().sum(-1).mean()
+
+
+_SQUARES: tuple[tuple[str, Callable[[Tensor, Tensor], Tensor]], ...] = (
+    ("the squared distance of softmax(logits) from the one-hot target", _square),
+    (
+        "the mean squared error of softmax(logits) and the one-hot target",
+        lambda logits, targets: _square(logits, targets) / logits.size(-1),
+    ),
+)
 
 
 def _with_softmax(form: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
@@ -188,7 +221,7 @@ def _factor(probe: Probe, plain: list[float], shift: int) -> Form | None:
     parts = 1 / factor
     if parts > 1.5 and math.isclose(parts, round(parts), rel_tol=10 * probe.precision):
         return Form("accumulation", f"cross entropy divided by {round(parts)}", shift)
-    return Form("factor", f"cross entropy times {factor:.4g}", shift)
+    return Form("negated" if factor < 0 else "factor", f"cross entropy times {factor:.4g}", shift)
 
 
 def _ignored(probe: Probe) -> Form | None:
@@ -226,8 +259,7 @@ def form_of_loss(model: nn.Module, subject: Subject) -> Form | None:
     with preserved(model):
         logits = _tell_apart(model, x, subject.seed)
         vocab = min(logits.size(-1), subject.vocab_size or logits.size(-1))
-        generator = torch.Generator().manual_seed(subject.seed)
-        sets = [torch.randint(vocab, tuple(x.shape), generator=generator) for _ in range(_SETS)]
+        sets = _sets_of_targets(subject, vocab, tuple(x.shape))
         if subject.batch is not None and bool((subject.batch[1] == subject.ignore_index).any()):
             for targets in sets:
                 targets.view(-1)[::3] = IGNORED  # as in the batch, some labels do not count
@@ -242,6 +274,26 @@ def form_of_loss(model: nn.Module, subject: Subject) -> Form | None:
 
         losses = [loss(targets) for targets in sets]
         return recognise(Probe(logits.double().cpu(), sets, losses, _precision(logits)), loss)
+
+
+def _sets_of_targets(subject: Subject, vocab: int, shape: tuple[int, ...]) -> list[Tensor]:
+    """Targets to ask with: the ids that are most frequent in the batch, each of them once, then ids at random.
+
+    An id that the loss leaves out is only seen if it is asked about, and the frequent ones are what it would cost.
+    """
+    generator = torch.Generator().manual_seed(subject.seed)
+    common: list[int] = []
+    if subject.batch is not None and not subject.batch[1].is_floating_point():
+        ids, counts = subject.batch[1].detach().cpu().long().flatten().unique(return_counts=True)
+        ordered = ids[counts.argsort(descending=True, stable=True)].tolist()
+        common = [index for index in ordered if 0 <= index < vocab]
+    cells = math.prod(shape)
+    number = min(_MOST_SETS, max(_SETS, -(-len(common) // cells)))
+    drawn = torch.randint(vocab, (number * cells,), generator=generator)
+    kept = torch.tensor(common[: number * cells], dtype=torch.int64)
+    drawn[: kept.numel()] = kept
+    # Mixed, so that rare and frequent ids stand side by side in every set.
+    return list(drawn[torch.randperm(drawn.numel(), generator=generator)].view(number, *shape))
 
 
 def _tell_apart(model: nn.Module, x: Tensor, seed: int) -> Tensor:

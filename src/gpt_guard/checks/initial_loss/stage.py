@@ -12,11 +12,12 @@ from gpt_guard.callbacks.losses.reduction import ALLOWED_ABOVE, FirstLoss, loss_
 from gpt_guard.callbacks.losses.scores import are_probabilities
 from gpt_guard.catalogue import finding
 from gpt_guard.checks.initial_loss.loss_forms import Form, form_of_loss, output_layer
+from gpt_guard.checks.initial_loss.pull import judge_pull, pull
 from gpt_guard.checks.runner.base import BATCH, MODEL, Stage, Subject
 from gpt_guard.checks.runner.forward import call, project_loss, takes_targets
 from gpt_guard.checks.runner.perturb import probe_ids
 from gpt_guard.checks.tokenizer.vocabulary import special_id
-from gpt_guard.hooks.isolation.preserve import quiet
+from gpt_guard.hooks.isolation.preserve import preserved, quiet
 from gpt_guard.records import CheckResult, Finding, Severity
 from gpt_guard.records.render import number
 
@@ -24,6 +25,7 @@ CLEARLY_BELOW = 0.95
 """Share of log V that a trained model must be below: in any text, letter frequencies alone save more than 5 %."""
 _LARGE, _GROWN = 1.5, 2.0
 """Times the std of variance 1/width, and times the RMS 1 of a normalised state."""
+VERY_MANY = 2**31
 _MOST_SCORES = 2**24
 _MOST_POSITIONS = 128
 """Bounds on what is computed at once, for time and for memory: 64 MB of float32 logits."""
@@ -31,6 +33,7 @@ _CODES = {
     **dict.fromkeys(("softmax_twice", "probability"), "GG652"),
     **dict.fromkeys(("targets_transposed", "logits_transposed", "viewed"), "GG654"),
     **dict.fromkeys(("sum", "sum_over_time", "sum_over_batch", "all_positions"), "GG655"),
+    **dict.fromkeys(("negated", "unnormalised", "squared"), "GG656"),
     **dict.fromkeys(("bits", "accumulation", "factor", "perplexity"), "GG659"),
 }
 """What each form of loss is called where it is not the right one; the form's key is the cause, but for these two."""
@@ -77,6 +80,8 @@ class InitialLossStage(Stage):
         if not _has_loss(model, subject):
             return self.skipped(title, "no loss of its own and no loss_fn: cross entropy is taken")
         form = form_of_loss(model, subject)
+        if (pulled := _pulled(model, subject, form)) is not None:
+            return self.line(title, form.words if form is not None else "not recognised", expected, pulled)
         if form is None:
             seen = "The loss is none of the known functions of the returned logits and the targets."
             return self.line(title, "not recognised", expected, finding("GG656", seen, likely=["own_loss"]))
@@ -213,8 +218,22 @@ def _wrong_form(form: Form, subject: Subject) -> Finding | None:
         return _left_out(form.left_out, subject)
     if (code := _CODES.get(form.key)) is None:
         return None
+    if code == "GG656":
+        return finding(code, seen, shown=[form.key], severity=Severity.ERROR)
     severity = {"severity": Severity.WARNING} if form.key == "perplexity" else {}
     return finding(code, seen, likely=[_CAUSES.get(form.key, form.key)], **severity)
+
+
+def _pulled(model: nn.Module, subject: Subject, form: Form | None) -> Finding | None:
+    """What the loss asks of the logits, where its value is no known function: some positions, others, or less."""
+    if form is not None and form.key not in ("term", "weighted"):
+        return None
+    x = probe_ids(subject)
+    vocab = min(subject.vocab_size or VERY_MANY, call(model, x[:1, :2]).logits.size(-1))
+    y = torch.randint(vocab, tuple(x.shape), generator=torch.Generator().manual_seed(subject.seed)).to(x.device)
+    with preserved(model):
+        found = pull(model, x, y, subject.loss_fn)
+    return judge_pull(found) if found is not None else None
 
 
 def _left_out(target: int, subject: Subject) -> Finding | None:

@@ -208,6 +208,8 @@ def _reached(curve: Curve, aim: Goal) -> bool:
     """Whether the batch was learned: a low loss that comes with right answers, or right answers alone."""
     if curve.stopped is not None or not math.isfinite(curve.end):
         return False
+    if _below_zero(curve, aim):
+        return False
     right = curve.accuracy is not None and curve.accuracy >= ACCURACY * aim.best_accuracy
     low = curve.end <= aim.target and not _hollow(curve, aim)
     return low or (right and curve.end <= (aim.start + aim.lowest) / 2)
@@ -218,6 +220,9 @@ def _shape(curve: Curve, aim: Goal, limits: Floor | None, steps: int) -> tuple[s
         at_once = curve.stopped == 0
         seen = f"The loss is {curve.losses[-1]} at step {curve.stopped}."
         return "GG673", ["from_start"] if at_once else ["overflow"], seen
+    if _below_zero(curve, aim):
+        seen = f"The loss has fallen below 0, to {number(curve.end)}, where a cross entropy cannot be."
+        return "GG676", ["sign"], seen
     if curve.end <= aim.target:
         low = f"The loss ends at {number(curve.end)}, and the targets are not what the logits say."
         return "GG676", ["sign"] if curve.end < aim.lowest - _FLAT * aim.start else ["other_targets"], low
@@ -286,6 +291,11 @@ def _plateau(curve: Curve, aim: Goal, limits: Floor | None) -> tuple[str, str] |
     if limits.bigram > 1.5 * aim.target and abs(curve.end - limits.bigram) < 2 * _NEAR * limits.bigram:
         return "no_context", f"the entropy of a target given the current token alone ({number(limits.bigram)})"
     return None
+
+
+def _below_zero(curve: Curve, aim: Goal) -> bool:
+    """A loss of token targets that began above 0 and ends clearly below it: nothing bounds it."""
+    return curve.vocab_size is not None and curve.start > 0 > curve.end + _FLAT * aim.start
 
 
 def _hollow(curve: Curve, aim: Goal) -> bool:

@@ -110,11 +110,16 @@ def _leaves_out_the_first_target(model: nn.Module, x: Tensor, y: Tensor, other: 
     first, last = torch.cat([other[:, :1], y[:, 1:]], 1), torch.cat([y[:, :-1], other[:, -1:]], 1)
     # Changes of several rows may cancel out by chance, those of half of them hardly as well.
     some = torch.cat([first[: _ROWS // 2], y[_ROWS // 2 :]])
-    (logits, loss), *changed, by_last = (call(model, x, targets) for targets in (y, first, some, last))
+    # A loss of the last position alone leaves the first target out as well, and all others between.
+    between = torch.cat([y[:, :1], other[:, 1:-1], y[:, -1:]], 1)
+    asked = (y, first, some, between, last)
+    (logits, loss), *changed, by_between, by_last = (call(model, x, targets) for targets in asked)
     losses = [output.loss for output in (*changed, by_last)]
     if loss is None or loss.dim() or logits.shape[:2] != x.shape:
         return False
     loss = loss.float()
+    if by_between.loss is None or bool(by_between.loss.float() == loss):
+        return False
     *by_first, by_end = (math.inf if each is None else float((each.float() - loss).abs()) for each in losses)
     rounding = 4 * torch.finfo(torch.float32).eps * float(loss.abs())
     if by_end <= rounding or not all(change <= max(rounding, 0.01 * by_end) for change in by_first):

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from gpt_guard.checks.batches.stage import UNUSABLE, BatchesStage, BatchFormStage, unusable, without_batch
 from gpt_guard.checks.environment.facts import surroundings
+from gpt_guard.checks.environment.stage import EnvironmentStage
 from gpt_guard.checks.runner.base import LossFunction, Stage, Subject, select
 from gpt_guard.checks.runner.forward import raised
 from gpt_guard.checks.runner.gather import complete, gather
@@ -110,7 +111,8 @@ def preflight(subject: Subject, stages: Sequence[Stage], on_result: OnResult | N
 
     # The data is held once for all stages, since it is large and every stage only reads it.
     with preserved(tensors=subject.data.values()):
-        complete(subject)
+        with torch.enable_grad():  # where they are disabled, the stage for the environment says so, and no other fails
+            complete(subject)
         asked = subject
         for stage in stages:
             if asked is subject and stage.number > BatchesStage.number and _bad_batch(subject, results, say):
@@ -136,7 +138,8 @@ def _bad_batch(subject: Subject, results: Sequence[CheckResult], say: Callable[[
 
 def _ask(stage: Stage, subject: Subject, say: Callable[[CheckResult], None]) -> None:
     """All lines of one stage; an exception in it is a failed line, unless it comes from whoever is told."""
-    with preserved(subject.model, subject.optimizer, subject.batch or ()):
+    gradients = torch.is_grad_enabled() or stage.number > EnvironmentStage.number
+    with preserved(subject.model, subject.optimizer, subject.batch or ()), torch.set_grad_enabled(gradients):
         seed_all(subject.seed)
         lines = _lines(stage, subject)
         result: CheckResult | None = None

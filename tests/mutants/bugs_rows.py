@@ -96,39 +96,39 @@ def rows_are_drawn_from_the_same_few(project: Project) -> None:
     project.get_batch = lambda: at(starts[torch.randint(10, (ROWS,))])
 
 
-@mutant("batches", "GG647", "sliding")
+@mutant("batches", "GG679", "sliding")
 def windows_slide_by_one(project: Project) -> None:
     place = itertools.count(0, ROWS)
     project.get_batch = lambda: at(next(place) + torch.arange(ROWS))
 
 
-@mutant("batches", "GG647", "sliding")
+@mutant("batches", "GG679", "sliding")
 def windows_slide_by_two(project: Project) -> None:
     place = itertools.count(0, 2 * ROWS)
     project.get_batch = lambda: at(next(place) + 2 * torch.arange(ROWS))
 
 
-@mutant("batches", "GG647", "narrow")
+@mutant("batches", "GG679", "narrow")
 def windows_start_in_the_first_hundred_places(project: Project) -> None:
     project.get_batch = lambda: at(torch.randint(100, (ROWS,)))
 
 
-@mutant("batches", "GG647", "narrow")
+@mutant("batches", "GG679", "narrow")
 def windows_start_in_the_first_thousandth(project: Project) -> None:
     project.get_batch = lambda: at(torch.randint(2000, (ROWS,)))
 
 
-@mutant("batches", "GG647", "narrow")
+@mutant("batches", "GG679", "narrow")
 def windows_start_at_multiples_of_a_block_of_few(project: Project) -> None:
     project.get_batch = lambda: at(BLOCK * torch.randint(len(TEXT) // BLOCK // BLOCK, (ROWS,)))
 
 
-@mutant("batches", "GG647", "validation")
+@mutant("batches", "GG679", "validation")
 def batches_are_drawn_from_validation(project: Project) -> None:
     project.get_batch = lambda: at(torch.randint(len(VAL_TEXT) - BLOCK, (ROWS,)), encode(VAL_TEXT))
 
 
-@mutant("batches", "GG647", "validation")
+@mutant("batches", "GG679", "validation")
 def half_of_the_batches_are_drawn_from_validation(project: Project) -> None:
     turn = itertools.count()
     project.get_batch = lambda: at(
@@ -136,7 +136,7 @@ def half_of_the_batches_are_drawn_from_validation(project: Project) -> None:
     )
 
 
-@mutant("batches", "GG647", "elsewhere")
+@mutant("batches", "GG679", "elsewhere")
 def batches_are_cut_from_other_ids(project: Project) -> None:
     order = torch.randperm(project.config.vocab_size)
     project.get_batch = lambda: at(torch.randint(len(TEXT) - BLOCK, (ROWS,)), order[encode(TEXT)])

@@ -58,7 +58,7 @@ def weighed(scores: Tensor, y: Tensor, _: int, total: int) -> Tensor:
 @pytest.mark.parametrize("micro_batches", [2, 4])
 def test_a_loss_that_is_divided_twice(loss_of: LossOf, micro_batches: int) -> None:
     (found,) = accumulated(lambda s, y, k, n: loss_of(s, y, k, n) / k, [ROWS] * micro_batches)
-    assert (found.code, found.severity, found.step) == ("GG648", Severity.WARNING, 0)
+    assert (found.code, found.severity, found.step) == ("GG240", Severity.WARNING, 0)
     assert f"divided by {micro_batches} twice" in found.seen
     assert found.evidence["factor"] == pytest.approx(1 / micro_batches**2, rel=1e-3)
     assert found.where is not None
@@ -68,7 +68,7 @@ def test_a_loss_that_is_divided_twice(loss_of: LossOf, micro_batches: int) -> No
 @pytest.mark.parametrize("counted", [(2, 3, 14, 16), (4, 6), (16, 16, 8)])
 def test_means_over_different_numbers_of_targets(loss_of: LossOf, counted: tuple[int, ...]) -> None:
     (found,) = accumulated(loss_of, counted)
-    assert (found.code, found.severity, found.step) == ("GG649", Severity.INFO, 0)
+    assert (found.code, found.severity, found.step) == ("GG239", Severity.INFO, 0)
     assert found.evidence["counted"] == list(counted)
     assert found.evidence["ratio"] == pytest.approx(max(counted) / min(counted))
     assert f"weights {counted[0] / sum(counted):.3g}"[:11] in found.seen
@@ -90,7 +90,7 @@ def test_means_over_different_numbers_of_targets(loss_of: LossOf, counted: tuple
     ],
 )
 def test_the_right_ways_are_left_alone(loss_of: LossOf, counted: tuple[int, ...]) -> None:
-    assert [each.code for each in accumulated(loss_of, counted) if each.code in ("GG648", "GG649")] == []
+    assert [each.code for each in accumulated(loss_of, counted) if each.code in ("GG240", "GG239")] == []
 
 
 def test_what_is_computed_for_a_metric_is_no_part_of_it() -> None:
@@ -99,4 +99,4 @@ def test_what_is_computed_for_a_metric_is_no_part_of_it() -> None:
             F.cross_entropy(scores[:4], y[:4])
         return F.cross_entropy(scores, y) / micro_batches**2
 
-    assert [each.code for each in accumulated(with_a_metric, [ROWS, ROWS])] == ["GG648"]
+    assert [each.code for each in accumulated(with_a_metric, [ROWS, ROWS])] == ["GG240"]

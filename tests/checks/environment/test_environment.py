@@ -167,4 +167,4 @@ def test_anomaly_mode_and_float64_are_told() -> None:
             report = check(nn.Embedding(4, 4), only=["environment"], device="cpu")
     finally:
         torch.set_default_dtype(torch.float32)
-    assert [finding.code for finding in report.findings if finding.code == "GG629"] == ["GG629"] * 2
+    assert [finding.code for finding in report.findings if finding.code == "GG514"] == ["GG514"] * 2

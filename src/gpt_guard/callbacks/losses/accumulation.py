@@ -10,6 +10,7 @@ from gpt_guard.callbacks.call_issue import CallIssue
 from gpt_guard.callbacks.losses.calls import ClassIds, reduction_of
 from gpt_guard.hooks.functions.call_record import CallPlace
 from gpt_guard.hooks.functions.function_calls import FunctionCall
+from gpt_guard.records import Severity
 from gpt_guard.records.render import number
 
 UNEQUAL = 1.5
@@ -53,7 +54,7 @@ def micro_batch(losses: Sequence[MeanLoss], loss: float) -> MicroBatch | None:
 
 
 def judge_micro_batches(batches: Sequence[MicroBatch | None]) -> Iterator[tuple[CallPlace, CallIssue]]:
-    """GG648 and GG649 for the backwards of one step, if each is a multiple of one class loss at the same place."""
+    """GG240 and GG239 for the backwards of one step, if each is a multiple of one class loss at the same place."""
     known = [each for each in batches if each is not None]
     count = len(known)
     if count < 2 or count < len(batches) or len({each.place.key for each in known}) > 1:
@@ -76,7 +77,7 @@ def _twice(factor: float, count: int) -> CallIssue:
         f"{count} micro-batches: they add up to 1/{count} of their mean. {count} * {count} is {count**2}, and 1 / "
         f"{count**2} is {number(1 / count**2)}: the loss is divided by {count} twice."
     )
-    return CallIssue("GG648", text, ("twice",), None, {"factor": factor, "micro_batches": count})
+    return CallIssue("GG240", text, ("twice",), None, {"factor": factor, "micro_batches": count})
 
 
 def _unequal(counted: Sequence[int]) -> CallIssue:
@@ -90,4 +91,4 @@ def _unequal(counted: Sequence[int]) -> CallIssue:
         f"micro-batch {fewest} weighs {ratio:.3g} times one in micro-batch {most}. With the weights {weights} all "
         f"targets would count alike."
     )
-    return CallIssue("GG649", text, ("mean_of_means",), None, {"counted": list(counted[:50]), "ratio": ratio})
+    return CallIssue("GG239", text, ("mean_of_means",), Severity.INFO, {"counted": list(counted[:50]), "ratio": ratio})

@@ -89,19 +89,19 @@ def _pieces(ids: Tensor, rows: Tensor) -> float:
 
 
 def judge_places(found: Places) -> Iterator[Finding]:
-    """GG647 for rows of another split, for rows of a small part, and for windows that slide."""
+    """GG679 for rows of another split, for rows of a small part, and for windows that slide."""
     inside, evidence = found.share("train"), {"rows": found.rows, "in_train": found.share("train")}
     for name in found.starts:
         outside = (found.starts[name] >= 0) & (found.starts["train"] < 0)
         if name != "train" and float(outside.float().mean()) > 1 - KNOWN:
             seen = f"{int(outside.sum())} of {found.rows} rows occur in {name} and not in train"
-            yield finding("GG647", seen, likely=["validation"], evidence=evidence)
+            yield finding("GG679", seen, likely=["validation"], evidence=evidence)
             return
     if inside == 0.0 and found.pieces < FOREIGN:
         seen = (
             f"not one of {found.rows} rows occurs in the training ids, nor {found.pieces:.0%} of stretches of {PIECE}"
         )
-        yield finding("GG647", seen, likely=["elsewhere"], evidence=evidence)
+        yield finding("GG679", seen, likely=["elsewhere"], evidence=evidence)
         return
     if inside < KNOWN or found.rows < LEAST_ROWS:
         return
@@ -114,7 +114,7 @@ def judge_places(found: Places) -> Iterator[Finding]:
             f"rows of {width} ids begin at {', '.join(map(str, starts[:4].tolist()))}, ...: each is the one before, "
             f"moved by {step}"
         )
-        yield finding("GG647", seen, likely=["sliding"], evidence={**evidence, "step": step})
+        yield finding("GG679", seen, likely=["sliding"], evidence={**evidence, "step": step})
         return
     span = int(starts.max() - starts.min()) + width
     if forward <= KNOWN and span < SPAN * length and span < length - 4 * width:
@@ -122,7 +122,7 @@ def judge_places(found: Places) -> Iterator[Finding]:
             f"{found.rows} rows, drawn in no order, all begin within {span:,} of {length:,} ids, "
             f"from {int(starts.min())} to {int(starts.max())}"
         )
-        yield finding("GG647", seen, likely=["narrow"], evidence={**evidence, "span": span})
+        yield finding("GG679", seen, likely=["narrow"], evidence={**evidence, "span": span})
 
 
 def last_target(batches: Sequence[Batch], found: Places | None, data: dict[str, Tensor], ignore: int) -> Finding | None:

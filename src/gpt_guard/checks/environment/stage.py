@@ -109,13 +109,13 @@ class EnvironmentStage(Stage):
         found = []
         if not gradients:
             seen = "gradients are disabled where the check was called: torch.is_grad_enabled() is False"
-            found.append(finding("GG629", seen, likely=["grad_disabled"], severity=Severity.ERROR, cause_id="grad"))
+            found.append(finding("GG514", seen, likely=["grad_disabled"], severity=Severity.ERROR, cause_id="grad"))
         if default in (torch.float64, torch.float16):
             seen = f"torch.get_default_dtype() is {name}"
-            found.append(finding("GG629", seen, likely=["default_dtype"], cause_id="dtype"))
+            found.append(finding("GG514", seen, likely=["default_dtype"], cause_id="dtype"))
         if anomaly:
             seen = "anomaly mode is on: torch.is_anomaly_enabled() is True"
-            found.append(finding("GG629", seen, likely=["anomaly"], cause_id="anomaly"))
+            found.append(finding("GG514", seen, likely=["anomaly"], cause_id="anomaly"))
         return self.line(title, measured, expected, found, fails=Severity.WARNING)
 
 

@@ -324,7 +324,7 @@ def test_a_healthy_model_a_factory_and_own_ids_pass() -> None:
 
 
 def test_a_layer_in_a_list_fails_and_says_which() -> None:
-    with pytest.raises(CheckFailed, match=r"layers \(a list of 1 nn\\.Linear\)") as caught:
+    with pytest.raises(CheckFailed, match=r"layers \(a list of 1 nn\.Linear\)") as caught:
         assert_checkpoint_roundtrip(Listed)
     assert caught.value.finding.code == "GG720"
     assert isinstance(caught.value, AssertionError)

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from gpt_guard import catalogue
 from gpt_guard.catalogue import finding
-from gpt_guard.records import Action, Finding, Report, Severity
+from gpt_guard.records import Action, Finding, Report, Severity, SourceLine
 from gpt_guard.sinks.console import ConsoleSink, summary_text
 
 LOGGER = logging.getLogger("gpt_guard")
@@ -284,6 +284,25 @@ def test_what_was_only_recorded_is_marked_as_a_note() -> None:
     text = summary_text(Report(steps=9, findings=found, counts={"GG238": 2, "GG902": 1}))
     assert "findings 2 (no error)\n" in single_spaced(text)
     assert [line.split()[0] for line in text.splitlines() if line.endswith("(a note)")] == ["GG238"]
+
+
+def test_an_error_that_did_not_halt_stands_first_with_its_step_and_line() -> None:
+    """It was said in the middle of a run, and has scrolled away."""
+    where = SourceLine(file="train.py", line=12, function="main", text="loss = F.cross_entropy(logits, x)")
+    found = (
+        finding("GG238", "seen", severity=Severity.INFO),
+        finding("GG902", "seen"),
+        finding("GG653", "seen", step=0, where=where),
+    )
+    text = summary_text(Report(steps=9, findings=found, counts={"GG653": 3, "GG902": 1}))
+    first, second, *rest = text.splitlines()
+    assert single_spaced(first).startswith("error GG653 x3 ")
+    assert first.endswith(", step 0")
+    assert single_spaced(second).strip() == "train.py:12 loss = F.cross_entropy(logits, x)"
+    told = [line.split()[0] for line in rest if line.strip().startswith("GG")]
+    assert told == ["GG653", "GG902", "GG238"]
+    coloured = summary_text(Report(findings=found), colours=True)
+    assert "\x1b[1;31mGG653" in coloured.splitlines()[0]
 
 
 def test_the_summary_is_said_once_and_only_if_asked(

@@ -7,6 +7,7 @@ that does it.
 from __future__ import annotations
 
 from importlib import metadata
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,24 +17,27 @@ from gpt_guard.cli.check import check
 from gpt_guard.cli.checklist import checklist
 from gpt_guard.cli.compare import compare
 from gpt_guard.cli.explain import explain
+from gpt_guard.cli.here import here
 from gpt_guard.cli.replay import replay
 from gpt_guard.cli.run import run
 
 app = typer.Typer(
     help="Flight instruments for a PyTorch training loop.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     rich_markup_mode=None,
 )
 
 
-app.command()(cases)
-app.command()(check)
-app.command()(checklist)
-app.command()(compare)
-app.command()(explain)
-app.command()(replay)
-app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(run)
+# The list of commands cuts a longer first sentence.
+app.command(short_help="Ten trainings with a silent bug each.")(cases)
+app.command(short_help="Check a project before an expensive run.")(check)
+app.command(short_help="What to make sure of, by phase.")(checklist)
+app.command(short_help="What changed between two reports.")(compare)
+app.command(short_help="What a finding or a symptom means.")(explain)
+app.command(short_help="Run the step of a crash bundle again.")(replay)
+_OWN_OPTIONS_FIRST = {"allow_interspersed_args": False, "ignore_unknown_options": False}
+app.command(short_help="Watch a training script as it is.", context_settings=_OWN_OPTIONS_FIRST)(run)
 
 
 def main() -> None:
@@ -49,8 +53,11 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
     ] = False,
 ) -> None:
     """Flight instruments for a PyTorch training loop."""
+    if context.invoked_subcommand is None:
+        typer.echo(here(Path.cwd()) or context.get_help())

@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from gpt_guard.records import CheckResult, Finding, Record, Report
+from gpt_guard.records import CheckResult, Finding, Observation, Record, Report
 from gpt_guard.records.render import clean, number
+from gpt_guard.report.run_log import RunLog
 
-Kind = Literal["figure", "setting", "check", "finding"]
+Kind = Literal["figure", "setting", "check", "finding", "curve"]
 
 REL_TOL = 1e-6
 """Figures closer than this are the same: eight roundings of float32 (its eps is 1.2e-7), as another machine or another
@@ -27,6 +28,8 @@ FIGURES = (
     "clipped_share",
     "skipped_steps",
 )
+CURVES = ("lr", "loss", "grad_norm")
+"""In the order of cause and effect, where several part at the same step; of several rates the highest counts."""
 _SHOWN = 60
 
 
@@ -59,6 +62,36 @@ def compare_reports(before: Report, after: Report, rel_tol: float = REL_TOL) -> 
         *_checks(before.checks, after.checks),
         *_findings(before.findings, after.findings),
     )
+
+
+def partings(before: RunLog, after: RunLog, rel_tol: float = REL_TOL) -> tuple[Change, ...]:
+    """Where two runs part: for lr, loss and gradient norm the first step at which they differ, the earliest first.
+
+    Compared are the steps that both have, each as it was made last. Equal up to `rel_tol`; NaN is the same as NaN.
+    """
+    one, other = _by_step(before), _by_step(after)
+    shared = [key for key in one if key in other]
+    found: list[tuple[int, Change]] = []
+    for place, name in enumerate(CURVES):
+        for key in shared:
+            then, now = _value(one[key], name), _value(other[key], name)
+            if not _same(then, now, rel_tol):
+                what = f"{name} from step {key[1]} on" + (f" (optimizer {key[0]})" if key[0] else "")
+                change = Change(
+                    kind="curve", what=what, before=_text(then), after=_text(now), relative=_relative(then, now)
+                )
+                found.append((key[1] * len(CURVES) + place, change))
+                break
+    return tuple(change for _, change in sorted(found, key=lambda each: each[0]))
+
+
+def _by_step(log: RunLog) -> dict[tuple[int, int], Observation]:
+    return {(seen.optimizer, seen.step): seen for seen in log.steps if not seen.evaluation}
+
+
+def _value(seen: Observation, name: str) -> Any:
+    value = getattr(seen, name)
+    return value if not isinstance(value, tuple) else max(value, default=None)
 
 
 def change_text(change: Change) -> str:

@@ -18,13 +18,15 @@ MAX_REPORT_BYTES = 64 * 2**20
 
 
 def read_report(path: str | PathLike[str]) -> Report:
-    """Return the report of a run or of preflight that a JSON file holds.
+    """Return the report of a run or of preflight that a JSON file holds, or the one that a run left in its folder.
 
     Raises GuardUsageError where there is none: no such file, too large, no JSON, another schema, a damaged entry.
     """
     if not isinstance(path, (str, PathLike)):
         raise GuardUsageError(f"read_report({path!r:.60}) cannot work: give the path of a report's JSON file")
     file = Path(path)
+    if file.is_dir():
+        file = file / RUN_REPORT_FILE
     try:
         if file.stat().st_size > MAX_REPORT_BYTES:
             raise GuardUsageError(f"{file} is larger than {MAX_REPORT_BYTES} bytes: no report")

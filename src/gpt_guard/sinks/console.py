@@ -78,12 +78,37 @@ class _Row(NamedTuple):
 def summary_text(report: Report, *, colours: bool = False) -> str:
     """What a person asks at the end of a run, a line each; what is not known, or not the case, has none."""
     lines: list[str] = []
-    for row in (*_figures(report), *_findings(report), *_places(report)):
+    for row in (*_errors(report), *_figures(report), *_findings(report), *_places(report)):
         for line in block(row.label, row.text, label_width=_LABEL):
             label, text = line[:_LABEL], line[_LABEL:]
             code = _COLOURS[row.severity] if colours and row.severity is not None else ""
             lines.append(f"{label}\x1b[{code}m{text}\x1b[0m" if code else line)
     return "\n".join([*lines, ""])
+
+
+def _errors(report: Report) -> Iterator[_Row]:
+    """What went wrong stands first: said in the middle of a run, it has scrolled away."""
+    label = "error"
+    for code, (finding, count) in _by_code(report).items():
+        if finding is not None and finding.severity is Severity.ERROR:
+            step = "" if finding.step is None else f", step {finding.step}"
+            line = "" if finding.where is None else f"\n{finding.where.file}:{finding.where.line}  {finding.where.text}"
+            yield _Row(label, f"{code} x{count}  {finding.title}{step}{line}", Severity.ERROR)
+            label = ""
+
+
+def _by_code(report: Report) -> dict[str, tuple[Finding | None, int]]:
+    """The first finding of each code, and how often guards have reported it; errors first, notes last."""
+    first: dict[str, Finding] = {}
+    for finding in report.findings:
+        first.setdefault(finding.code, finding)
+    codes = sorted(first.keys() | report.counts.keys(), key=lambda code: (_rank(first.get(code)), code))
+    own = {code: sum(finding.code == code for finding in report.findings) for code in codes}
+    return {code: (first.get(code), report.counts.get(code) or own[code]) for code in codes}
+
+
+def _rank(finding: Finding | None) -> int:
+    return len(_WORDS) if finding is None else list(_WORDS).index(finding.severity)
 
 
 def _figures(report: Report) -> Iterator[_Row]:
@@ -126,20 +151,15 @@ def _validation(report: Report) -> dict[str, float]:
 
 def _findings(report: Report) -> Iterator[_Row]:
     """How many kinds there are, then one line for each, with how often guards have reported it."""
-    first: dict[str, Finding] = {}
-    for finding in report.findings:
-        first.setdefault(finding.code, finding)
-    codes = sorted(first.keys() | report.counts.keys())
-    errors = sum(finding.severity is Severity.ERROR for finding in first.values())
+    known = _by_code(report)
+    errors = sum(finding is not None and finding.severity is Severity.ERROR for finding, _ in known.values())
     each = "no error" if not errors else f"{errors} error{'s' if errors > 1 else ''}"
-    yield _Row("findings", f"{len(codes)} ({each})" if codes else "none")
-    for code in codes:
-        known = first.get(code)
-        count = report.counts.get(code) or sum(finding.code == code for finding in report.findings)
-        if known is None:
+    yield _Row("findings", f"{len(known)} ({each})" if known else "none")
+    for code, (finding, count) in known.items():
+        if finding is None:
             yield _Row("", f"{code} x{count}")
-            continue
-        yield _Row("", f"{code} x{count}  {known.title}{_WORDS[known.severity]}", known.severity)
+        else:
+            yield _Row("", f"{code} x{count}  {finding.title}{_WORDS[finding.severity]}", finding.severity)
 
 
 def _places(report: Report) -> Iterator[_Row]:

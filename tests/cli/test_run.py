@@ -204,7 +204,8 @@ import torch
 from torch import nn
 
 torch.manual_seed(0)
-generator, critic = nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 4)), nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+generator = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 4))
+critic = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
 ours = torch.optim.Adam(generator.parameters(), lr=1e-3)
 theirs = torch.optim.Adam(critic.parameters(), lr=1e-3)
 score = nn.BCEWithLogitsLoss()

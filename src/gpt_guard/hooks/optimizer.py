@@ -9,7 +9,7 @@ from importlib import import_module
 from types import CodeType, FrameType
 from typing import Any, Protocol
 
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.optim import Optimizer
 
 from gpt_guard.errors import GuardUsageError
@@ -248,16 +248,9 @@ class _AnyBegins(Uncopied):
 
     def __call__(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         # Of no use to a compiler, which would break its graph here or compile all that follows.
-        if is_dynamo_compiling():
-            return
-        if looking() is not None:
-            away(self, optimizer, _args, _kwargs)
-            return
-        for listener in tuple(_LISTENING):
-            listener.tell(optimizer)
-
-
-left_alone(_AnyBegins.__call__)
+        if not is_compiling():
+            for listener in tuple(_LISTENING):
+                listener.tell(optimizer)
 
 
 def _evaluated(closure: Callable[[], Any], listener: StepListener, index: int) -> Any:

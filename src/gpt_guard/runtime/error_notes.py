@@ -158,10 +158,14 @@ def _largest() -> Iterator[str]:
     """The largest tensors that are alive, by shape; an object that answers oddly is left out."""
     sizes: dict[str, tuple[int, int]] = {}
     for each in gc.get_objects():
-        if issubclass(type(each), Tensor) and not each.is_meta and each.layout is torch.strided:
-            words = tensor_in_words("", each).strip()
-            count, size = sizes.get(words, (0, 0))
-            sizes[words] = count + 1, size + each.nbytes
+        if not issubclass(type(each), Tensor):
+            continue
+        try:
+            words, nbytes = tensor_in_words("", each).strip(), 0 if each.is_meta else each.untyped_storage().nbytes()
+        except Exception:  # a kind that answers nothing
+            continue
+        count, size = sizes.get(words, (0, 0))
+        sizes[words] = count + 1, size + nbytes
     largest = sorted(sizes.items(), key=lambda each: -each[1][1])[:_LARGEST]
     for place, (words, (count, size)) in enumerate(largest):
         label = "alive      " if place == 0 else "           "

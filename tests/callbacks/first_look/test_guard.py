@@ -58,7 +58,6 @@ ODD_OPTIMIZERS: list[tuple[str, MakeOptimizer, Severity, str]] = [
     ("dampening", lambda p: SGD(p, lr=0.1, momentum=0.9, dampening=1.0), WARNING, "dampening is 1"),
     ("alpha", lambda p: RMSprop(p, alpha=1.0), WARNING, "alpha is 1"),
     ("alpha", lambda p: RMSprop(p, alpha=0.01), INFO, "alpha is 0.01"),
-    ("empty_group", lambda p: AdamW([{"params": list(p)}, {"params": []}]), INFO, "group 1"),
 ]
 
 

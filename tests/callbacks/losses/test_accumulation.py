@@ -67,11 +67,28 @@ def test_a_loss_that_is_divided_twice(loss_of: LossOf, micro_batches: int) -> No
 @pytest.mark.parametrize("loss_of", [plain, summed_by_hand, log_probabilities])
 @pytest.mark.parametrize("counted", [(2, 3, 14, 16), (4, 6), (16, 16, 8)])
 def test_means_over_different_numbers_of_targets(loss_of: LossOf, counted: tuple[int, ...]) -> None:
-    (found,) = accumulated(loss_of, counted)
+    (found,) = accumulated(loss_of, counted, steps=1)
     assert (found.code, found.severity, found.step) == ("GG239", Severity.INFO, 0)
     assert found.evidence["counted"] == list(counted)
     assert found.evidence["ratio"] == pytest.approx(max(counted) / min(counted))
     assert f"weights {counted[0] / sum(counted):.3g}"[:11] in found.seen
+
+
+def test_of_several_such_steps_loop_order_tells() -> None:
+    assert accumulated(plain, (2, 3, 14, 16)) == []
+
+
+def test_a_shorter_last_window_has_such_a_factor_by_chance() -> None:
+    model = nn.Linear(WIDTH, CLASSES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Guardian(model, optimizer, guards=[LossInputs()], sinks=[], summary=False) as guardian:
+        for window in (4, 4, 2):
+            optimizer.zero_grad()
+            for _ in range(window):
+                x = torch.randn(ROWS, WIDTH)
+                (F.cross_entropy(model(x), x[:, :CLASSES].argmax(1)) / 4).backward()
+            optimizer.step()
+    assert guardian.findings == ()
 
 
 @pytest.mark.parametrize(

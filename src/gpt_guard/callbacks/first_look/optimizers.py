@@ -59,7 +59,7 @@ def setting(optimizer: Optimizer, index: int, group: int, key: str, text: str, s
 
 def _of_group(optimizer: Optimizer, group: Mapping[str, Any]) -> Iterator[tuple[str, str, Severity]]:
     if not group["params"]:
-        yield "empty_group", "it holds no parameter", Severity.INFO
+        # As a trainer leaves it that sorts by weight decay, where nothing is to be decayed.
         return
     kinds = {kind.__name__ for kind in type(optimizer).__mro__}
     value = _numbers(group)

@@ -144,6 +144,7 @@ class LoopCalls:
     def __init__(self, hear: Callable[[str, Any], None]) -> None:
         self.hear = hear
         self._undo = ExitStack()
+        self._steps = StepsOfAny(self._other_step)
 
     def open(self, optimizers: tuple[Optimizer, ...], scheduler: Any) -> None:
         """Put the patches in place."""
@@ -155,12 +156,11 @@ class LoopCalls:
         for patch in (*patches, *_CLIPS, UNSCALE):
             self._undo.callback(patch.remove, self)
             patch.add(self)
-        steps = StepsOfAny(self._other_step)
-        self._undo.callback(steps.close)
-        steps.open()
+        self._steps.open()
 
     def close(self) -> None:
         """Take them away; may run twice."""
+        self._steps.close()
         self._undo.close()
 
     def scaler_unscales(self, optimizer: Any) -> None:

@@ -53,7 +53,30 @@ def micro_batch(losses: Sequence[MeanLoss], loss: float) -> MicroBatch | None:
     return MicroBatch(only.place, only.counted, loss / only.mean)
 
 
-def judge_micro_batches(batches: Sequence[MicroBatch | None]) -> Iterator[tuple[CallPlace, CallIssue]]:
+class AccumulatedSteps:
+    """The steps of several micro-batches in an inspected stretch, and what each of them has shown."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._found: list[tuple[int, CallPlace, CallIssue]] = []
+
+    def add(self, step: int, batches: Sequence[MicroBatch | None]) -> None:
+        """Take in the backwards of one step."""
+        self._steps += len(batches) > 1
+        self._found += [(step, place, issue) for place, issue in _judge(batches)]
+
+    def judge(self) -> Iterator[tuple[int, CallPlace, CallIssue]]:
+        """GG240 where it was so in all of them: a last, shorter window may have such a factor by chance.
+
+        GG239 where it was so in one: of steps in a row LoopOrder tells.
+        """
+        for code in ("GG240", "GG239"):
+            found = [each for each in self._found if each[2].code == code]
+            if found and len(found) == (self._steps if code == "GG240" else 1):
+                yield found[0]
+
+
+def _judge(batches: Sequence[MicroBatch | None]) -> Iterator[tuple[CallPlace, CallIssue]]:
     """GG240 and GG239 for the backwards of one step, if each is a multiple of one class loss at the same place."""
     known = [each for each in batches if each is not None]
     count = len(known)

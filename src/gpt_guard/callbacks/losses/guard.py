@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.callbacks.call_issue import CallIssue
-from gpt_guard.callbacks.losses.accumulation import MeanLoss, MicroBatch, judge_micro_batches, mean_loss, micro_batch
+from gpt_guard.callbacks.losses.accumulation import AccumulatedSteps, MeanLoss, MicroBatch, mean_loss, micro_batch
 from gpt_guard.callbacks.losses.calls import LOSSES, ClassIds, class_ids, readable
 from gpt_guard.callbacks.losses.pairing import Pairing, grids, is_causal, other_order, pairing, positions, shifted
 from gpt_guard.callbacks.losses.reduction import ReducedLoss, first_loss, over_all_positions, plain_sum, reduced
@@ -63,6 +63,7 @@ class LossInputs(Guard):
     def _clear(self) -> None:
         self._counts: dict[str, tuple[CallPlace, TargetCount]] = {}
         self._weighed: list[dict[str, LossTerm]] = []
+        self._accumulated = AccumulatedSteps()
         self._shared = self._step = 0
         self._blind: set[str] = set()
         self._calls = self._backwards = 0
@@ -219,8 +220,7 @@ class LossInputs(Guard):
         for place, each in self._divided:
             if each.positions != counted:
                 self._submit(place, over_all_positions(each))
-        for place, issue in judge_micro_batches(self._micro_batches):
-            self._submit(place, issue)
+        self._accumulated.add(self._step, self._micro_batches)
         shifts = self._shifts
         if shifts and not any(pair.shift == 1 for _, pair, _ in shifts):
             place, pair, masked = shifts[0]
@@ -246,6 +246,9 @@ class LossInputs(Guard):
         self._counts.clear()
         self._submit(None, *drowned(self._weighed, self._shared, self._above))
         self._weighed.clear()
+        for step, place, issue in self._accumulated.judge():
+            self.watch.submit(issue.finding(place, step=step, guard=self.name))
+        self._accumulated = AccumulatedSteps()
         for found in self._unused.judge(self.watch, self._step):
             self.watch.submit(found.model_copy(update={"guard": self.name}))
         self._clear_step()

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from gpt_guard.callbacks.base import Guard
 from gpt_guard.catalogue import finding
@@ -144,7 +145,9 @@ class _Enters(Uncopied):
         self._guard, self._index = guard, index
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        self._guard.entered(self._index)
+        # A compiler would break its graph here.
+        if not is_compiling():
+            self._guard.entered(self._index)
 
 
 class _Returns(Uncopied):
@@ -154,7 +157,8 @@ class _Returns(Uncopied):
         self._guard, self._index = guard, index
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._guard.returned(self._index)
+        if not is_compiling():
+            self._guard.returned(self._index)
 
 
 def _inside(path: str, other: str) -> bool:

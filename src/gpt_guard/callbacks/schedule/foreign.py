@@ -43,8 +43,11 @@ class ForeignSchedulers:
         self._found: list[_Driven] = []
         self._hooks = HookSet()
         self._calls = ScheduleCalls(self._scheduled)
-        watch.inspection.on_begin(self._calls.open)
-        watch.inspection.on_end(self._calls.close)
+
+    def open(self) -> None:
+        """Begin to see; whoever holds this closes it, also where this is cut short."""
+        self._watch.inspection.on_end(self._calls.close)
+        self._watch.inspection.on_begin(self._calls.open)
 
     def close(self) -> None:
         """Take everything away; may run twice."""

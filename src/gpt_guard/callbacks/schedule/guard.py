@@ -103,6 +103,7 @@ class LRTracker(Guard):
         self._views = views(watch.scheduler, watch.optimizers)
         self._looked = False
         self._foreign = ForeignSchedulers(watch)
+        self._foreign.open()
 
     def detach(self) -> None:
         if self._foreign is not None:

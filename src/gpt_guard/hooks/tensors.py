@@ -79,7 +79,7 @@ def is_freed(tensor: Tensor) -> bool:
         return False
     try:
         return tensor.untyped_storage().nbytes() == 0
-    except (NotImplementedError, RuntimeError):
+    except RuntimeError:
         # A kind without a storage of its own, as a nested or a fake one.
         return False
 

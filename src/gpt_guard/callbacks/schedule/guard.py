@@ -21,6 +21,7 @@ from gpt_guard.callbacks.schedule.schedulers import (
     last_lr,
     views,
 )
+from gpt_guard.callbacks.schedule.unknown_keys import UnknownKeys
 from gpt_guard.callbacks.settings import check_types
 from gpt_guard.errors import GuardUsageError
 from gpt_guard.hooks.watch import Watch
@@ -88,6 +89,7 @@ class LRTracker(Guard):
         self._views: list[SchedulerView] = []
         self._looked = False
         self._foreign: ForeignSchedulers | None = None
+        self._unknown = UnknownKeys()
 
     def _new_track(self) -> LRTrack:
         return LRTrack(RobustHistory(window=self._window, least=self._least, sigmas=self._sigmas))
@@ -102,6 +104,7 @@ class LRTracker(Guard):
             track.begin()
         self._views = views(watch.scheduler, watch.optimizers)
         self._looked = False
+        self._unknown = UnknownKeys()
         self._foreign = ForeignSchedulers(watch)
         self._foreign.open()
 
@@ -126,6 +129,8 @@ class LRTracker(Guard):
     def _judge(self, track: LRTrack, seen: Observation) -> Iterator[Finding]:
         if not self._looked:
             yield from self._look_for_schedulers()
+        if self._watch is not None:
+            yield from self._unknown.judge(self.watch.optimizers[seen.optimizer], seen.optimizer, seen.step)
         for view in () if self._foreign is None else self._foreign.judge(seen.optimizer):
             if all(known.get() is not view.get() for known in self._views):
                 yield findings.foreign_scheduler(view, self.watch.optimizers, seen)

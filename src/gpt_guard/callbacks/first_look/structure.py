@@ -22,6 +22,7 @@ _MOST_DROPPED = 0.9
 _NORM_EPS, _NORM_EPS_NOTED = 0.1, 0.01
 _NORM_MOMENTUM = 0.9
 _HEADS = ("n_head", "n_heads", "num_heads", "num_attention_heads", "heads", "nhead")
+_ANY_HEADS = frozenset(_HEADS)
 _WIDTHS = ("n_embd", "embed_dim", "hidden_size", "d_model", "dim", "n_embed", "emb_dim")
 _HEAD_WIDTHS = ("head_dim", "head_size", "d_head", "dim_head", "head_width")
 _OUTPUTS = frozenset({"lm_head", "head", "output", "decoder", "unembed", "to_logits", "output_projection"})
@@ -99,6 +100,9 @@ def _whole(module: nn.Module, names: Sequence[str]) -> int | None:
 
 
 def _heads(module: nn.Module) -> Iterator[Odd]:
+    # Every module of the model passes here, and hardly one has heads.
+    if _ANY_HEADS.isdisjoint(vars(module)):
+        return
     heads, width = _whole(module, _HEADS), _whole(module, _WIDTHS)
     # A width of each head that is written down makes the heads as wide as it likes.
     if heads is None or width is None or heads < 2 or _whole(module, _HEAD_WIDTHS) is not None:
